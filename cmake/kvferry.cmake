@@ -1,0 +1,43 @@
+# How every target of the project is built: one static library per folder, unit tests beside the source.
+
+add_library(kvf_flags INTERFACE)
+target_compile_options(kvf_flags INTERFACE -Wall -Wextra -Wconversion -Wshadow -Werror)
+target_include_directories(kvf_flags INTERFACE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/include)
+if(KVFERRY_SANITIZE)
+  target_compile_options(kvf_flags INTERFACE -fsanitize=${KVFERRY_SANITIZE} -fno-omit-frame-pointer
+                         -fno-sanitize-recover=all)
+  target_link_options(kvf_flags INTERFACE -fsanitize=${KVFERRY_SANITIZE})
+endif()
+if(KVFERRY_FUZZ)
+  target_compile_options(kvf_flags INTERFACE -fsanitize=fuzzer-no-link)
+endif()
+find_program(KVF_LLD ld.lld NAMES ld.lld ld.lld-14)
+if(KVF_LLD)
+  target_link_options(kvf_flags INTERFACE -fuse-ld=lld)
+endif()
+
+# kvf_library(NAME [SOURCES ...] [DEPS ...]) makes the static library kvf_NAME.
+function(kvf_library name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS" ${ARGN})
+  add_library(kvf_${name} STATIC ${ARG_SOURCES})
+  target_link_libraries(kvf_${name} PUBLIC kvf_flags ${ARG_DEPS})
+endfunction()
+
+# kvf_test(NAME [SOURCES ...] [DEPS ...] [LABEL quick|slow]) makes a GoogleTest program and its ctest tests.
+function(kvf_test name)
+  if(NOT KVFERRY_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(ARG "" "LABEL;TIMEOUT" "SOURCES;DEPS" ${ARGN})
+  if(NOT ARG_LABEL)
+    set(ARG_LABEL quick)
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  find_package(GTest REQUIRED)
+  include(GoogleTest)
+  add_executable(${name} ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gtest GTest::gtest_main)
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})
+endfunction()
