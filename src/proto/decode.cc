@@ -820,6 +820,18 @@ void DecodeManager::drop_if_done(UseId id) {
   uses_.erase(it);
 }
 
+// A foreign rank that let a room wait to its deadline may be another process by now, that never heard our registration: the
+// next room looks it up and registers again.
+void DecodeManager::forget_silent_links(const Use& use) {
+  const auto instance = instances_.find(use.bootstrap);
+  if (instance == instances_.end()) return;
+  for (const Source& source : use.sources) {
+    if (source.native || source.done) continue;
+    KVF_REACHED("a silent foreign rank will be looked up again");
+    instance->second.links.erase(source.place);
+  }
+}
+
 // --- time ---------------------------------------------------------------------------------------------------------
 
 void DecodeManager::on_health(const Address& bootstrap, Instance& instance, const HttpResponse& response, Time now) {
@@ -877,6 +889,7 @@ void DecodeManager::advance(Time now) {
       for (const Source& s : use->sources) {
         if (!s.dummy && !s.done) missing += (missing.empty() ? "" : ", ") + s.address.host_port();
       }
+      forget_silent_links(*use);
       fail(*id, *use, Status(Code::kTimedOut, fmt::format("{}: {} of {} prefill ranks said Success within {} s (waiting_timeout); waiting for {}", room_text(use->room), use->responded.size(),
                                                           use->required, seconds(settings_.waiting_timeout), missing.empty() ? "the engine's pages" : missing)),
            false, now);

@@ -166,6 +166,7 @@ class DecodeManager {
   void end_session(Token token, Status reason, bool tell, Time now);
   void fail(UseId id, Use& use, Status reason, bool from_other, Time now);
   void settle(UseId id, Use& use);
+  void forget_silent_links(const Use& use);
   void publish(UseId id, Use& use);
   void drop_if_done(UseId id);
   Use* find(UseId id);

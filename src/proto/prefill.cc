@@ -172,6 +172,7 @@ Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId read
   use->last_queued = last;
   if (!chunk.is_ready) ready_[ready] = id;
   use->chunks.push_back(std::move(chunk));
+  touch(id, *use, now);
   dispatch(id, *use, now);
   return {};
 }
@@ -404,7 +405,7 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, wire::Metada
   if (use.destinations.size() == agreed && use.view.state == RoomState::kBootstrapping) {
     if (!use.view.prefix_tokens) use.view.prefix_tokens = 0;
     use.view.state = RoomState::kWaitingForInput;
-    room_deadlines_.clear(id);
+    touch(id, use, now);
     publish(id, use);
   }
   dispatch(id, use, now);
@@ -719,7 +720,19 @@ void PrefillManager::tell(Use& use, const PeerKey& peer, Destination& to) {
   }
 }
 
-void PrefillManager::settle(UseId id, Use& use, Time) {
+// A room that has something to move must go on moving: its deadline starts again with every step. While the engine has given
+// nothing to send, nothing is due.
+void PrefillManager::touch(UseId id, Use& use, Time now) {
+  if (is_terminal(use.view.state) || use.view.state == RoomState::kBootstrapping) return;
+  if (use.chunks.empty() && use.writes.empty()) {
+    room_deadlines_.clear(id);
+  } else {
+    room_deadlines_.set(id, now + settings_.waiting_timeout);
+  }
+}
+
+void PrefillManager::settle(UseId id, Use& use, Time now) {
+  touch(id, use, now);
   std::uint64_t in_flight = 0;
   for (const auto& [peer, to] : use.destinations) in_flight += to.in_flight;
   if (!is_terminal(use.view.state) && use.view.state != RoomState::kBootstrapping && use.last_dispatched && in_flight == 0) {
@@ -750,6 +763,14 @@ void PrefillManager::drop_if_done(UseId id) {
 void PrefillManager::advance(Time now) {
   while (const auto id = room_deadlines_.pop_due(now)) {
     if (Use* use = find(*id)) {
+      if (use->view.state != RoomState::kBootstrapping) {
+        KVF_REACHED("a transfer made no progress");
+        fail(*id, *use,
+             Status(Code::kTimedOut, fmt::format("{}: no progress within {} s (waiting_timeout); {} chunks wait, {} writes are under way", room_text(use->room),
+                                                 std::chrono::duration_cast<std::chrono::seconds>(settings_.waiting_timeout).count(), use->chunks.size(), use->writes.size())),
+             false, now);
+        continue;
+      }
       const std::uint32_t required = use->destinations.empty() ? 0 : use->destinations.begin()->second.metadata.required_destinations;
       fail(*id, *use,
            Status(Code::kTimedOut, fmt::format("{}: {} of {} decode ranks spoke within {} s (bootstrap_timeout)", room_text(use->room), use->destinations.size(),

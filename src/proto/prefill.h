@@ -161,6 +161,7 @@ class PrefillManager {
   void send_aux_data(const Use& use, const PeerKey& peer, const Destination& to);
   void fail(UseId id, Use& use, Status reason, bool from_other, Time now);
   void settle(UseId id, Use& use, Time now);
+  void touch(UseId id, Use& use, Time now);
   void tell(Use& use, const PeerKey& peer, Destination& to);
   void publish(UseId id, Use& use);
   void drop_if_done(UseId id);

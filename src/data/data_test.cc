@@ -1,0 +1,164 @@
+#include <cstring>
+
+#include <gtest/gtest.h>
+
+#include "src/base/random.h"
+#include "src/data/flow_queue.h"
+#include "src/data/grant_table.h"
+#include "src/data/plan_cursor.h"
+#include "src/data/tcp/frames.h"
+#include "src/plan/planner.h"
+
+namespace kvferry::data {
+namespace {
+
+CopyPlan random_plan(Random& random) {
+  CopyPlan plan(random.below(4));
+  for (CopyGroup& group : plan) {
+    group.lanes.resize(random.below(4));
+    group.runs.resize(random.below(5));
+    for (Lane& lane : group.lanes) {
+      lane.source = random.below(1000) * 100000;
+      lane.target = random.below(1000) * 100000;
+      lane.rows = static_cast<std::uint32_t>(1 + random.below(4));
+      lane.bytes = static_cast<std::uint32_t>(1 + random.below(50));
+      lane.source_row = lane.bytes + static_cast<std::uint32_t>(random.below(3));
+      lane.target_row = lane.bytes + static_cast<std::uint32_t>(random.below(3));
+      lane.source_item = lane.rows == 1 && random.chance(50) ? lane.bytes : lane.rows * lane.source_row;
+      lane.target_item = lane.rows == 1 && random.chance(50) ? lane.bytes : lane.rows * lane.target_row;
+    }
+    for (kvferry::Run& run : group.runs) {
+      run = {static_cast<std::uint32_t>(random.below(50)), static_cast<std::uint32_t>(random.below(50)), static_cast<std::uint32_t>(1 + random.below(4))};
+    }
+  }
+  return plan;
+}
+
+// However the walk is cut into slices, it visits the bytes of the list in the list's order.
+TEST(PlanCursor, VisitsWhatTheListSaysInItsOrderForEveryCut) {
+  Random random(5);
+  for (int i = 0; i < 500; ++i) {
+    const CopyPlan plan = random_plan(random);
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> expected, seen;
+    for (const plan::Block& block : plan::expand(plan)) {
+      for (std::uint64_t b = 0; b < block.bytes; ++b) expected.emplace_back(block.source + b, block.target + b);
+    }
+    PlanCursor cursor(plan);
+    EXPECT_EQ(cursor.left(), expected.size());
+    while (cursor.left() > 0) {
+      cursor.advance(1 + random.below(200), [&](std::uint64_t s, std::uint64_t t, std::uint64_t n) {
+        for (std::uint64_t b = 0; b < n; ++b) seen.emplace_back(s + b, t + b);
+      });
+    }
+    ASSERT_EQ(seen, expected);
+  }
+}
+
+class Grants : public testing::Test {
+ protected:
+  Grants() {
+    slabs_ = std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{{1000, 100, 80, 10}, {5000, 100, 80, 10}});
+    EXPECT_TRUE(table_.add({GrantId{1}, kToken, false, {GrantGroup{slabs_, {2, 3, 4, 7}}}}).ok());
+  }
+  static CopyPlan plan(std::uint64_t target, std::uint32_t bytes, std::uint32_t first, std::uint32_t count, std::uint64_t stride = 100) {
+    return {CopyGroup{{Lane{.source = 0, .target = target, .source_item = stride, .target_item = stride, .rows = 1, .bytes = bytes}},
+                      {kvferry::Run{0, first, count}}}};
+  }
+  bool allowed(const CopyPlan& p, Authority authority = {kToken, false}) { return table_.check(authority, p).ok(); }
+
+  static constexpr Token kToken{1, 2};
+  GrantSlabs slabs_;
+  GrantTable table_;
+};
+
+TEST_F(Grants, LentItemsMayBeWrittenAndNothingElse) {
+  EXPECT_TRUE(allowed(plan(1000, 80, 2, 3)));
+  EXPECT_TRUE(allowed(plan(5010, 70, 7, 1)));
+  EXPECT_FALSE(allowed(plan(1000, 80, 2, 4))) << "item 5 is not lent";
+  EXPECT_FALSE(allowed(plan(1000, 80, 1, 1)));
+  EXPECT_FALSE(allowed(plan(1000, 81, 2, 1))) << "beyond the item";
+  EXPECT_FALSE(allowed(plan(1010, 80, 2, 1)));
+  EXPECT_FALSE(allowed(plan(999, 10, 2, 1))) << "before the pool";
+  EXPECT_FALSE(allowed(plan(3000, 10, 2, 1))) << "between the pools";
+  EXPECT_FALSE(allowed(plan(1000, 10, 2, 1, 50))) << "another stride";
+  EXPECT_FALSE(allowed(plan(1000, 80, 0xFFFFFFFF, 1)));
+  EXPECT_TRUE(allowed(plan(1200, 80, 0, 3))) << "base in item 2";
+  EXPECT_FALSE(allowed(plan(1200, 80, 1, 3)));
+}
+
+TEST_F(Grants, RowsMustStayInsideTheItem) {
+  CopyPlan p = plan(1000, 10, 2, 1);
+  p[0].lanes[0].rows = 8;
+  p[0].lanes[0].target_row = 10;
+  EXPECT_TRUE(allowed(p));
+  p[0].lanes[0].target_row = 11;
+  EXPECT_FALSE(allowed(p));
+  p[0].lanes[0].rows = 0xFFFFFFFF;
+  p[0].lanes[0].target_row = 0xFFFFFFFF;
+  EXPECT_FALSE(allowed(p));
+}
+
+TEST_F(Grants, ATokenThatIsNotKnownOpensNothing) {
+  EXPECT_FALSE(allowed(plan(1000, 80, 2, 1), {Token{9, 9}, false}));
+  EXPECT_FALSE(allowed(plan(1000, 80, 2, 1), {Token{}, true})) << "a foreign writer gets nothing of a native grant";
+  table_.remove(GrantId{1});
+  EXPECT_FALSE(allowed(plan(1000, 80, 2, 1)));
+}
+
+TEST_F(Grants, ForeignWritersAreCheckedAgainstTheUnionOfWhatIsLentToThem) {
+  EXPECT_TRUE(table_.add({GrantId{2}, {}, true, {GrantGroup{slabs_, {8}}}}).ok());
+  EXPECT_TRUE(table_.add({GrantId{3}, {}, true, {GrantGroup{slabs_, {9}}}}).ok());
+  EXPECT_TRUE(allowed(plan(1000, 80, 8, 1), {Token{}, true}));
+  EXPECT_TRUE(allowed(plan(1000, 80, 9, 1), {Token{}, true}));
+  EXPECT_FALSE(allowed(plan(1000, 80, 2, 1), {Token{}, true}));
+  const auto before = table_.foreign_generation();
+  table_.remove(GrantId{3});
+  EXPECT_NE(table_.foreign_generation(), before);
+  EXPECT_FALSE(allowed(plan(1000, 80, 9, 1), {Token{}, true}));
+}
+
+TEST(FlowQueue, EveryFlowHasOneTurnHoweverManyWritesItHas) {
+  FlowQueue<int> queue;
+  int a = 1, b = 2, c = 3;
+  queue.push(10, &a);
+  queue.push(10, &b);
+  queue.push(20, &c);
+  std::vector<int> turns;
+  for (int i = 0; i < 4; ++i) {
+    turns.push_back(*queue.front());
+    queue.rotate();
+  }
+  EXPECT_EQ(turns, (std::vector<int>{1, 3, 1, 3}));
+  EXPECT_TRUE(queue.remove(10, &a));
+  EXPECT_FALSE(queue.remove(10, &a));
+  EXPECT_TRUE(queue.remove(20, &c));
+  EXPECT_EQ(*queue.front(), 2);
+}
+
+TEST(TcpFrames, ThePlanCrossesWithoutItsSourceSide) {
+  Random random(6);
+  for (int i = 0; i < 200; ++i) {
+    const CopyPlan plan = random_plan(random);
+    const Authority authority{random.token(), false};
+    const std::string bytes = tcp::encode_begin(authority, plan);
+    const auto back = tcp::decode_begin(bytes);
+    ASSERT_TRUE(back.ok()) << back.status().to_string();
+    EXPECT_EQ(back->authority.token, authority.token);
+    EXPECT_EQ(bytes_of(back->plan), bytes_of(plan));
+    for (std::size_t cut = 0; cut < bytes.size(); cut += 3) EXPECT_FALSE(tcp::decode_begin(std::string_view(bytes).substr(0, cut)).ok());
+  }
+}
+
+TEST(TcpFrames, RandomBytesAreRefused) {
+  Random random(7);
+  for (int i = 0; i < 100000; ++i) {
+    std::string bytes(random.below(120), '\0');
+    for (char& c : bytes) c = static_cast<char>(random.chance(70) ? random.below(3) : random.below(256));
+    (void)tcp::decode_begin(bytes);
+    (void)tcp::decode_hello(bytes);
+    (void)tcp::decode_done(bytes);
+  }
+}
+
+}  // namespace
+}  // namespace kvferry::data

@@ -1,0 +1,112 @@
+#include "src/data/grant_table.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+namespace kvferry::data {
+
+Status GrantTable::add(GrantSpec spec) {
+  if (!spec.foreign && spec.token.is_zero()) return Status(Code::kInvalidArgument, "a grant for native writers needs a token");
+  if (grants_.contains(spec.id) || (!spec.foreign && by_token_.contains(spec.token))) {
+    return Status(Code::kAlreadyExists, fmt::format("grant {} exists", static_cast<std::uint64_t>(spec.id)));
+  }
+  Grant grant{spec.token, spec.foreign, {}};
+  for (GrantGroup& group : spec.groups) {
+    Group checked{std::move(group.slabs), {}};
+    std::sort(group.items.begin(), group.items.end());
+    for (const std::uint32_t item : group.items) {
+      if (!checked.items.empty() && item <= checked.items.back().second) {
+        checked.items.back().second = std::max(checked.items.back().second, item + 1);
+      } else {
+        checked.items.emplace_back(item, item + 1);
+      }
+    }
+    grant.groups.push_back(std::move(checked));
+  }
+  if (!spec.foreign) by_token_[spec.token] = spec.id;
+  grants_[spec.id] = std::move(grant);
+  return {};
+}
+
+bool GrantTable::remove(GrantId id) {
+  const auto it = grants_.find(id);
+  if (it == grants_.end()) return false;
+  if (it->second.foreign) {
+    ++foreign_generation_;
+  } else {
+    by_token_.erase(it->second.token);
+  }
+  grants_.erase(it);
+  return true;
+}
+
+Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
+  const auto refused = [](std::string why) { return Status(Code::kRefused, std::move(why)); };
+  // Lanes nearly always start in item 0 of slabs of one group; then the runs are checked once for all of them.
+  const Group* checked_group = nullptr;
+  std::uint64_t checked_shift = 0;
+  for (const Lane& lane : copies.lanes) {
+    const Group* found = nullptr;
+    std::uint64_t shift = 0;
+    for (const Group& group : grant.groups) {
+      const auto& slabs = *group.slabs;
+      auto it = std::upper_bound(slabs.begin(), slabs.end(), lane.target, [](std::uint64_t at, const GrantSlab& slab) { return at < slab.base; });
+      if (it == slabs.begin()) continue;
+      const GrantSlab& slab = *std::prev(it);
+      const std::uint64_t offset = lane.target - slab.base;
+      shift = offset / slab.item_stride;
+      const std::uint64_t inside = offset % slab.item_stride;
+      const std::uint64_t extent = std::uint64_t{lane.rows == 0 ? 0 : lane.rows - 1} * lane.target_row + lane.bytes;
+      if (shift >= slab.item_count) continue;
+      if (inside + extent > slab.item_bytes) {
+        return refused(fmt::format("{} bytes at {} of an item of {} bytes", extent, inside, slab.item_bytes));
+      }
+      if (lane.target_item != slab.item_stride) {
+        return refused(fmt::format("item stride {} of a pool with {}", lane.target_item, slab.item_stride));
+      }
+      found = &group;
+      break;
+    }
+    if (found == nullptr) return refused(fmt::format("address {:#x} is in no lent pool", lane.target));
+    if (found == checked_group && shift == checked_shift) continue;
+    for (const Run& run : copies.runs) {
+      const std::uint64_t first = run.target_first + shift, end = first + run.count;
+      auto it = std::upper_bound(found->items.begin(), found->items.end(), first, [](std::uint64_t at, const auto& range) { return at < range.first; });
+      if (run.count == 0 || it == found->items.begin() || std::prev(it)->second < end) {
+        return refused(fmt::format("items {}..{} are not lent", first, end));
+      }
+    }
+    checked_group = found;
+    checked_shift = shift;
+  }
+  return {};
+}
+
+Result<GrantId> GrantTable::check(const Authority& authority, const CopyPlan& plan) const {
+  if (!authority.foreign) {
+    const auto it = by_token_.find(authority.token);
+    if (it == by_token_.end()) return Status(Code::kRefused, "no such grant: it was taken back, or never given");
+    for (const CopyGroup& group : plan) KVF_RETURN_IF_ERROR(check_group(grants_.at(it->second), group));
+    return it->second;
+  }
+  // The writer names no grant: each group must lie within some grant that is lent to foreign writers.
+  Status last(Code::kRefused, "nothing is lent to foreign writers");
+  GrantId covering{};
+  for (const CopyGroup& group : plan) {
+    bool found = false;
+    for (const auto& [id, grant] : grants_) {
+      if (!grant.foreign) continue;
+      last = check_group(grant, group);
+      if (last.ok()) {
+        covering = id;
+        found = true;
+        break;
+      }
+    }
+    if (!found) return last;
+  }
+  return covering;
+}
+
+}  // namespace kvferry::data
