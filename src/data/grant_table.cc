@@ -83,7 +83,7 @@ Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
   return {};
 }
 
-Result<GrantId> GrantTable::check(const Authority& authority, const CopyPlan& plan) const {
+Result<GrantId> GrantTable::find(const Authority& authority, const CopyPlan& plan) const {
   if (!authority.foreign) {
     const auto it = by_token_.find(authority.token);
     if (it == by_token_.end()) return Status(Code::kRefused, "no such grant: it was taken back, or never given");
@@ -107,6 +107,15 @@ Result<GrantId> GrantTable::check(const Authority& authority, const CopyPlan& pl
     if (!found) return last;
   }
   return covering;
+}
+
+Status GrantTable::recheck(Ticket& ticket, const Authority& authority, const CopyPlan& plan) const {
+  if (ticket.valid && (authority.foreign ? ticket.generation == foreign_generation_ : grants_.contains(ticket.grant))) return {};
+  const bool had_one = ticket.valid;
+  const auto grant = find(authority, plan);
+  ticket = {grant.ok(), grant.ok() ? *grant : GrantId{}, foreign_generation_};
+  if (!grant.ok() && had_one) return Status(grant.status().code(), "the grant was taken back");
+  return grant.status();
 }
 
 }  // namespace kvferry::data

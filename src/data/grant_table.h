@@ -17,12 +17,18 @@ class GrantTable {
   // False: it was not there.
   bool remove(GrantId grant);
 
-  // Checks every lane times every run of `plan`: inside an item of a lent slab, of lent items only. kRefused says which. The
-  // answer holds while generation() stays the same for a foreign authority, while is_live(grant) for a token.
-  Result<GrantId> check(const Authority& authority, const CopyPlan& plan) const;
-  [[nodiscard]] bool is_live(GrantId grant) const { return grants_.contains(grant); }
-  // Counts removals of foreign grants.
-  [[nodiscard]] std::uint64_t foreign_generation() const { return foreign_generation_; }
+  // Checks every lane times every run of `plan`: inside an item of a lent slab, of lent items only. kRefused says which.
+  [[nodiscard]] Status check(const Authority& authority, const CopyPlan& plan) const { return find(authority, plan).status(); }
+
+  // The answer of an earlier check of the same plan, so that the next one is cheap.
+  struct Ticket {
+    bool valid = false;
+    GrantId grant{};
+    std::uint64_t generation = 0;
+  };
+  // Like check(), but looks again only where something was taken back since. To be asked before every slice lands.
+  Status recheck(Ticket& ticket, const Authority& authority, const CopyPlan& plan) const;
+
   [[nodiscard]] std::size_t size() const { return grants_.size(); }
 
  private:
@@ -35,10 +41,11 @@ class GrantTable {
     bool foreign = false;
     std::vector<Group> groups;
   };
+  Result<GrantId> find(const Authority& authority, const CopyPlan& plan) const;
   static Status check_group(const Grant& grant, const CopyGroup& copies);
   std::map<GrantId, Grant> grants_;
   std::map<Token, GrantId> by_token_;
-  std::uint64_t foreign_generation_ = 0;
+  std::uint64_t foreign_generation_ = 0;  // removals of foreign grants
 };
 
 }  // namespace kvferry::data

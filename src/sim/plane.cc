@@ -114,11 +114,10 @@ void SimPlane::land(const std::shared_ptr<Flight>& flight, std::size_t number) {
     fabric.queue_.at(again, [&fabric, flight, number] { arrive(fabric, flight, number); });
     return;
   }
-  const auto grant = grants_.check(flight->spec.authority, flight->spec.plan);
-  if (!grant.ok()) {
+  if (Status lent = grants_.recheck(flight->ticket, flight->spec.authority, flight->spec.plan); !lent.ok()) {
     KVF_REACHED("a piece was refused because its grant was gone");
     flight->stopped = true;  // a refusal ends the write on the target
-    return complete_later(fabric, flight, grant.status(), true, microseconds(50 + fabric.random_.below(1000)));
+    return complete_later(fabric, flight, std::move(lent), true, microseconds(50 + fabric.random_.below(1000)));
   }
   std::memcpy(reinterpret_cast<void*>(piece.target), piece.wire ? piece.wire->data() : reinterpret_cast<const char*>(piece.source), piece.bytes);
   if (fabric.on_land) fabric.on_land(flight->from_host, flight->from_life, flight->spec.flow, host_, piece.target, piece.bytes);

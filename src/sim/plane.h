@@ -86,6 +86,7 @@ class SimPlane final : public DataPlane {
     PlaneAddress to;
     std::map<std::size_t, Piece> pieces;  // not landed yet
     std::uint64_t bytes = 0;
+    data::GrantTable::Ticket ticket;
     bool stopped = false;    // no piece lands any more
     bool completed = false;  // its completion went out
   };

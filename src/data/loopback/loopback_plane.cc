@@ -93,15 +93,7 @@ std::optional<Status> LoopbackPlane::step(Write& write) {
   const std::lock_guard lock(fabric_.mutex_);
   const auto it = fabric_.planes_.find(write.spec.to);
   if (it == fabric_.planes_.end()) return Status(Code::kPeerLost, fmt::format("no plane answers to {}", write.spec.to));
-  const GrantTable& grants = it->second->grants_;
-  const bool foreign = write.spec.authority.foreign;
-  if (!write.checked || (foreign ? write.generation != grants.foreign_generation() : !grants.is_live(write.grant))) {
-    const auto grant = grants.check(write.spec.authority, write.spec.plan);
-    if (!grant.ok()) return grant.status();
-    write.checked = true;
-    write.grant = *grant;
-    write.generation = grants.foreign_generation();
-  }
+  KVF_RETURN_IF_ERROR(it->second->grants_.recheck(write.ticket, write.spec.authority, write.spec.plan));
   write.cursor.advance(settings_.slice_bytes, [](std::uint64_t source, std::uint64_t target, std::uint64_t bytes) {
     std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
   });

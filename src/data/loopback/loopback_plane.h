@@ -58,9 +58,7 @@ class LoopbackPlane final : public DataPlane {
     WriteSpec spec;
     PlanCursor cursor;
     std::uint64_t total;
-    GrantId grant{};
-    bool checked = false;
-    std::uint64_t generation = 0;
+    GrantTable::Ticket ticket;
   };
   void finish(WriteId id, Status status);
   void signal() const;

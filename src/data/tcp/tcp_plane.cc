@@ -160,8 +160,7 @@ class TcpPlane::Engine {
     tcp::Begin begin;
     PlanCursor cursor;
     std::uint64_t total;
-    GrantId grant{};
-    std::uint64_t generation = 0;
+    GrantTable::Ticket ticket;
     bool over = false;  // answered; what still comes is read and dropped
   };
   struct Connection {
@@ -551,15 +550,13 @@ class TcpPlane::Engine {
       return break_off(c, fmt::format("write {} is under way, or {} are (writes_per_peer_max)", c.header.write, c.incoming.size()));
     }
     Incoming& write = c.incoming.emplace(c.header.write, std::move(*decoded)).first->second;
-    auto grant = grants_.check(write.begin.authority, write.begin.plan);
-    if (!grant.ok()) {
+    Status lent = grants_.recheck(write.ticket, write.begin.authority, write.begin.plan);
+    if (!lent.ok()) {
       // The word of the grant may have overtaken the command that gives it: what was said first is done first.
       drain_commands();
-      grant = grants_.check(write.begin.authority, write.begin.plan);
+      lent = grants_.recheck(write.ticket, write.begin.authority, write.begin.plan);
     }
-    if (!grant.ok()) return answer(c, c.header.write, write, grant.status());
-    write.grant = *grant;
-    write.generation = grants_.foreign_generation();
+    if (!lent.ok()) return answer(c, c.header.write, write, lent);
     if (write.total == 0) answer(c, c.header.write, write, Status());
   }
 
@@ -575,15 +572,7 @@ class TcpPlane::Engine {
     Incoming& write = it->second;
     if (bytes.size() > write.cursor.left()) return break_off(c, fmt::format("write {} sends more than its plan", c.header.write));
     if (!write.over) {
-      Status alive;
-      if (write.begin.authority.foreign) {
-        if (write.generation != grants_.foreign_generation()) {
-          alive = grants_.check(write.begin.authority, write.begin.plan).status();
-          write.generation = grants_.foreign_generation();
-        }
-      } else if (!grants_.is_live(write.grant)) {
-        alive = Status(Code::kRefused, "the grant was taken back");
-      }
+      const Status alive = grants_.recheck(write.ticket, write.begin.authority, write.begin.plan);
       if (!alive.ok()) answer(c, c.header.write, write, alive);
     }
     const char* from = bytes.data();
