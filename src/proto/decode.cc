@@ -392,6 +392,8 @@ void DecodeManager::send_register(Session& session, Token token, const Address& 
 }
 
 void DecodeManager::connect(Use& use, Instance& instance, UseId id, Time now) {
+  const wire::Topology& topology = *instance.topology;
+  use.shape = {.tp_size = topology.tp_size, .pp_size = topology.pp_size, .cp_size = topology.cp_size, .dp_size = topology.dp_size};
   for (const PlaceKey& key : use.order) {
     Link& link = instance.links.at(key);
     if (link.native) {
@@ -416,6 +418,14 @@ void DecodeManager::connect(Use& use, Instance& instance, UseId id, Time now) {
       send_register(none, {}, link.address, false, now);
       link.registered = true;
     }
+    const RankPlace place{.tp_rank = key[2], .tp_size = use.shape.tp_size, .pp_rank = key[3], .pp_size = use.shape.pp_size, .cp_rank = key[1], .cp_size = use.shape.cp_size};
+    Source source;
+    source.place = key;
+    source.address = link.address;
+    source.unique_rank = place.unique_rank();
+    source.native = link.native;
+    source.session = link.native ? link.session : Token{};
+    use.connected.push_back(std::move(source));
   }
   use.resolved = true;
   use.view.state = RoomState::kWaitingForInput;
@@ -466,17 +476,15 @@ GrantGroup DecodeManager::kv_group(const std::vector<PageIndex>& pages) const {
 // Which of the sources write. Foreign ones: all, but only the selected rank under MLA (the others get a dummy message). Native
 // ones: for each head the lowest rank that holds it, so that every destination byte has exactly one writer.
 void DecodeManager::elect(const Use& use, std::vector<Source>& sources) const {
-  const Instance& instance = instances_.at(use.bootstrap);
-  const std::uint32_t tp_size = instance.topology->tp_size;
   const std::uint32_t first_tp = use.mapping.tp_ranks.front(), last_pp = use.mapping.pp_ranks.back(), first_cp = use.mapping.cp_ranks.front();
   for (Source& source : sources) {
     const std::uint32_t tp = source.place[2];
     if (self_.attention.mla) {
       source.dummy = tp != first_tp;
     } else if (source.native && self_.total_kv_heads > 0) {
-      const plan::HeadRange own = plan::heads_of_rank(self_.total_kv_heads, tp_size, tp);
+      const plan::HeadRange own = plan::heads_of_rank(self_.total_kv_heads, use.shape.tp_size, tp);
       for (const std::uint32_t lower : use.mapping.tp_ranks) {
-        if (lower < tp && plan::heads_of_rank(self_.total_kv_heads, tp_size, lower) == own) {
+        if (lower < tp && plan::heads_of_rank(self_.total_kv_heads, use.shape.tp_size, lower) == own) {
           KVF_REACHED("a replica of a head was elected not to write");
           source.dummy = true;
         }
@@ -487,24 +495,13 @@ void DecodeManager::elect(const Use& use, std::vector<Source>& sources) const {
 }
 
 void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
-  Instance& instance = instances_.at(use.bootstrap);
   const RoomMetadata metadata = std::move(*use.waiting_metadata);
   use.waiting_metadata.reset();
-  std::vector<Source> sources;
-  for (const PlaceKey& key : use.order) {
-    const Link& link = instance.links.at(key);
-    const RankPlace place{.tp_rank = key[2], .tp_size = instance.topology->tp_size, .pp_rank = key[3], .pp_size = instance.topology->pp_size,
-                          .cp_rank = key[1], .cp_size = instance.topology->cp_size};
-    Source source;
-    source.place = key;
-    source.address = link.address;
-    source.unique_rank = place.unique_rank();
-    source.native = link.native;
-    source.session = link.native ? link.session : Token{};
-    if (link.native && !sessions_.contains(link.session)) {
-      return fail(id, use, Status(Code::kPeerLost, fmt::format("{}: the session with prefill rank {} ended before the room began", room_text(use.room), link.address.host_port())), true, now);
+  std::vector<Source> sources = use.connected;
+  for (const Source& source : sources) {
+    if (source.native && !sessions_.contains(source.session)) {
+      return fail(id, use, Status(Code::kPeerLost, fmt::format("{}: the session with prefill rank {} ended before the room began", room_text(use.room), source.address.host_port())), true, now);
     }
-    sources.push_back(std::move(source));
   }
   elect(use, sources);
   use.required = 0;
@@ -802,15 +799,12 @@ void DecodeManager::drop_if_done(UseId id) {
   for (const Source& source : use.sources) {
     if (source.lease) leases_.forget(*source.lease);
     if (source.native) grants_.erase(source.grant);
+  }
+  for (const Source& source : use.connected) {
     if (const auto session = sessions_.find(source.session); session != sessions_.end()) session->second.uses.erase(id);
   }
   if (const auto instance = instances_.find(use.bootstrap); instance != instances_.end()) {
     instance->second.uses.erase(id);
-    for (const PlaceKey& key : use.order) {
-      const auto link = instance->second.links.find(key);
-      if (link == instance->second.links.end()) continue;
-      if (const auto session = sessions_.find(link->second.session); session != sessions_.end()) session->second.uses.erase(id);
-    }
   }
   room_deadlines_.clear(id);
   retry_deadlines_.clear(id);

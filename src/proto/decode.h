@@ -120,6 +120,9 @@ class DecodeManager {
     bool asked_dp_rank = false;
     plan::RankMapping mapping;
     std::vector<PlaceKey> order;  // sources in the order in which they are contacted
+    // As they were when the room was connected: what is learned of the instance later concerns later rooms.
+    plan::InstanceShape shape;
+    std::vector<Source> connected;
     std::optional<RoomMetadata> waiting_metadata;
     std::vector<Source> sources;
     std::uint32_t aux_row = 0;

@@ -232,7 +232,8 @@ void PrefillManager::on_frames(const wire::Frames& frames, Time now) {
   }
   if (const auto* m = std::get_if<wire::Register>(&*message)) return on_register_foreign(*m, now);
   if (auto* m = std::get_if<wire::Metadata>(&*message)) {
-    return on_metadata(PeerKey{{}, m->session_name}, std::move(*m), now);
+    const PeerKey peer{{}, m->session_name};
+    return on_metadata(peer, std::move(*m), now);
   }
   if (const auto* m = std::get_if<wire::Abort>(&*message)) {
     // The frame names an address, not a session: it is the session that registered from there.
@@ -368,16 +369,26 @@ void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, T
     ports_.trace.trace(Severity::kWarning, fmt::format("{} of {} dropped: pending_rooms_max {}", room_text(metadata.room), describe_peer(peer), settings_.pending_rooms_max));
     return;
   }
-  if (!known) pending_deadlines_.set(metadata.room, now + settings_.bootstrap_timeout);
+  // A foreign room message carries no name of its use. It must be forgotten before its number can be used again there, which is
+  // after the hold time at the earliest.
+  const Duration keep = peer.is_native() ? settings_.bootstrap_timeout : std::min(settings_.bootstrap_timeout, settings_.hold_time);
+  if (!known) pending_deadlines_.set(metadata.room, now + keep);
   Pending& pending = pending_[metadata.room];
   pending.aborted.erase(peer);
   pending.metadata[peer] = std::move(metadata);
 }
 
 void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, wire::Metadata metadata, Time now) {
-  if (use.destinations.contains(peer)) {
-    ++counters_.unexpected_messages;  // said before: the first word counts
-    return;
+  if (const auto before = use.destinations.find(peer); before != use.destinations.end()) {
+    ++counters_.unexpected_messages;
+    if (peer.is_native() || is_terminal(use.view.state) || before->second.metadata == metadata) return;
+    // A foreign decode rank speaks once in each use of a number: its first word was of another use.
+    KVF_REACHED("a foreign rank spoke twice for one room");
+    if (use.view.state == RoomState::kTransferring) {
+      fail(id, use, Status(Code::kProtocol, fmt::format("{}: {} announced other pages while they were written", room_text(use.room), describe_peer(peer))), false, now);
+      return;
+    }
+    use.destinations.erase(before);
   }
   Destination to;
   to.reply = peer.is_native() ? sessions_.at(peer.session).reply : metadata.reply;

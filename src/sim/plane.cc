@@ -51,8 +51,8 @@ void SimPlane::write(WriteSpec spec) {
   flight->spec = std::move(spec);
   flights_[flight->spec.id] = flight;
   if (!data::is_walkable(flight->spec.plan)) return complete(flight, Status(Code::kInvalidArgument, "a lane or run of size 0"), true);
-  // A peer that knows no lives names the host alone.
-  if (const auto it = fabric_.by_host_.find(flight->to); it != fabric_.by_host_.end()) flight->to = it->second;
+  // A peer that knows no lives names "host:port" alone.
+  if (const auto it = fabric_.by_host_.find(flight->to.substr(0, flight->to.find(':'))); it != fabric_.by_host_.end()) flight->to = it->second;
   if (!fabric_.planes_.contains(flight->to)) {
     return complete_later(fabric_, flight, Status(Code::kPeerLost, fmt::format("no plane answers to {}", flight->to)), true, microseconds(100 + fabric_.random_.below(2000)));
   }
