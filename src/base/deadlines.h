@@ -32,6 +32,7 @@ class Deadlines {
     clear(key);
     return key;
   }
+  [[nodiscard]] bool contains(const Key& key) const { return at_.contains(key); }
   [[nodiscard]] std::size_t size() const { return at_.size(); }
 
  private:

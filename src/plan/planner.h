@@ -30,6 +30,7 @@ HeadRange heads_of_rank(std::uint32_t heads, std::uint32_t tp_size, std::uint32_
 struct PairLanes {
   std::vector<Lane> kv;   // to be crossed with runs of pages
   std::vector<Lane> aux;  // to be crossed with one run of one row
+  friend bool operator==(const PairLanes&, const PairLanes&) = default;
 };
 
 // Every byte that both layouts hold: same component, layer and head. Slabs that only one side has are no error (pipeline

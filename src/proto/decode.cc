@@ -574,7 +574,7 @@ void DecodeManager::on_frames(const wire::Frames& frames, Time now) {
     ports_.trace.trace(Severity::kDebug, message.status().message());
     return;
   }
-  if (const auto* m = std::get_if<wire::AuxData>(&*message)) return on_aux_data(*m, {}, now);
+  if (const auto* m = std::get_if<wire::AuxData>(&*message)) return on_aux_data(*m);
   if (const auto* m = std::get_if<wire::Done>(&*message)) {
     const auto live = live_.find(m->room);
     if (live == live_.end()) {
@@ -660,13 +660,14 @@ void DecodeManager::on_native(const wire::NativeFrame& frame, Time now) {
     drop_if_done(id);
     return;
   }
-  if (const auto* m = std::get_if<wire::AuxData>(&frame.message)) return on_aux_data(*m, frame.session, now);
   ++counters_.unexpected_messages;
 }
 
 void DecodeManager::on_done(UseId id, Use& use, Source* source, const wire::Done& done, Time now) {
   if (done.state == RoomState::kFailed) {
     if (source != nullptr) source->said_failed = true;
+    // A foreign rank says no reason; it may have lost our registration.
+    if (source != nullptr && !source->native) forget_link(use, source->place);
     // A native source says Done only when nothing of the room is in flight.
     if (source != nullptr && source->native && source->lease) leases_.said_quiet(*source->lease);
     fail(id, use, Status(Code::kAborted, fmt::format("{}: prefill rank {}{} failed{}{}", room_text(use.room), done.unique_rank,
@@ -719,7 +720,8 @@ void DecodeManager::on_abort_ack(UseId id, Use& use, Source& source, const wire:
   settle(id, use);
 }
 
-void DecodeManager::on_aux_data(const wire::AuxData& m, Token session, Time) {
+// From foreign ranks only; native ones send their rows over the data plane.
+void DecodeManager::on_aux_data(const wire::AuxData& m) {
   const auto refuse = [&](std::string why) {
     ++counters_.refused_aux;
     ports_.trace.trace(Severity::kWarning, fmt::format("aux data for {} refused: {}", room_text(m.room), why));
@@ -728,10 +730,8 @@ void DecodeManager::on_aux_data(const wire::AuxData& m, Token session, Time) {
   if (live == live_.end()) return refuse("the room is not open here");
   Use& use = uses_.at(live->second);
   if (is_terminal(use.view.state)) return refuse("the room has ended");
-  if (!session.is_zero()) {
-    const auto [id, source] = find_grant(m.grant, session);
-    if (source == nullptr || id != live->second || !source->writes_aux) return refuse("not from an elected source");
-  }
+  const bool expected = std::any_of(use.sources.begin(), use.sources.end(), [](const Source& s) { return !s.native && !s.dummy; });
+  if (!use.sources.empty() && !expected) return refuse("no foreign rank sends for it");
   if (!use.sources.empty() && (!use.has_aux_row || m.row != use.aux_row)) return refuse(fmt::format("row {} was not lent", m.row));
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component != Component::kAux || slab.layer != m.buffer) continue;
@@ -814,16 +814,11 @@ void DecodeManager::drop_if_done(UseId id) {
   uses_.erase(it);
 }
 
-// A foreign rank that let a room wait to its deadline may be another process by now, that never heard our registration: the
-// next room looks it up and registers again.
-void DecodeManager::forget_silent_links(const Use& use) {
-  const auto instance = instances_.find(use.bootstrap);
-  if (instance == instances_.end()) return;
-  for (const Source& source : use.sources) {
-    if (source.native || source.done) continue;
-    KVF_REACHED("a silent foreign rank will be looked up again");
-    instance->second.links.erase(source.place);
-  }
+// A foreign rank that failed a room or let it wait to its deadline may be another process by now, that never heard our
+// registration: the next room looks it up and registers again.
+void DecodeManager::forget_link(const Use& use, PlaceKey place) {
+  KVF_REACHED("a foreign rank will be looked up again");
+  if (const auto instance = instances_.find(use.bootstrap); instance != instances_.end()) instance->second.links.erase(place);
 }
 
 // --- time ---------------------------------------------------------------------------------------------------------
@@ -883,7 +878,9 @@ void DecodeManager::advance(Time now) {
       for (const Source& s : use->sources) {
         if (!s.dummy && !s.done) missing += (missing.empty() ? "" : ", ") + s.address.host_port();
       }
-      forget_silent_links(*use);
+      for (const Source& s : use->sources) {
+        if (!s.native && !s.done) forget_link(*use, s.place);
+      }
       fail(*id, *use, Status(Code::kTimedOut, fmt::format("{}: {} of {} prefill ranks said Success within {} s (waiting_timeout); waiting for {}", room_text(use->room), use->responded.size(),
                                                           use->required, seconds(settings_.waiting_timeout), missing.empty() ? "the engine's pages" : missing)),
            false, now);

@@ -164,12 +164,12 @@ class DecodeManager {
   void on_native(const wire::NativeFrame& frame, Time now);
   void on_done(UseId id, Use& use, Source* source, const wire::Done& done, Time now);
   void on_abort_ack(UseId id, Use& use, Source& source, const wire::AbortAck& ack, Time now);
-  void on_aux_data(const wire::AuxData& m, Token session, Time now);
+  void on_aux_data(const wire::AuxData& m);
   void send_register(Session& session, Token token, const Address& peer, bool native, Time now);
   void end_session(Token token, Status reason, bool tell, Time now);
   void fail(UseId id, Use& use, Status reason, bool from_other, Time now);
   void settle(UseId id, Use& use);
-  void forget_silent_links(const Use& use);
+  void forget_link(const Use& use, PlaceKey place);
   void publish(UseId id, Use& use);
   void drop_if_done(UseId id);
   Use* find(UseId id);

@@ -111,7 +111,7 @@ Result<UseId> PrefillManager::open(RoomId room, const SenderOptions& options, Ti
     Pending pending = std::move(it->second);
     pending_.erase(it);
     pending_deadlines_.clear(room);
-    for (auto& [peer, metadata] : pending.metadata) adopt(id, use, peer, std::move(metadata), now);
+    for (auto& [peer, word] : pending.metadata) adopt(id, use, peer, std::move(word), now);
     if (!pending.aborted.empty()) {
       KVF_REACHED("an abort came before the sender existed");
       fail(id, use, Status(Code::kAborted, fmt::format("{} was aborted by {} before it was opened here", room_text(room),
@@ -355,14 +355,32 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
     }
   }
   if (!session.refusal.ok()) ports_.trace.trace(Severity::kError, fmt::format("decode {} refused: {}", m.session_name, session.refusal.message()));
+  const PeerKey peer{{}, m.session_name};
+  const auto before = foreign_.find(m.session_name);
+  const bool other_life = before != foreign_.end() && !(before->second.lanes == session.lanes);
   foreign_[m.session_name] = std::move(session);
-  dispatch_peer_rooms(PeerKey{{}, m.session_name}, now);
+  if (other_life) {
+    // Another process, or other memory, under the same name: what was said before must not be written there.
+    KVF_REACHED("a foreign rank registered other memory under its old name");
+    std::vector<UseId> concerned;
+    for (const auto& [id, use] : uses_) {
+      if (use.destinations.contains(peer)) concerned.push_back(id);
+    }
+    for (const UseId id : concerned) {
+      Use* use = find(id);
+      fail(id, *use, Status(Code::kPeerLost, fmt::format("{}: decode {} registered again with other memory", room_text(use->room), m.session_name)), true, now);
+      drop_if_done(id);
+    }
+    for (auto& [room, pending] : pending_) pending.metadata.erase(peer);
+  }
+  dispatch_peer_rooms(peer, now);
 }
 
 void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, Time now) {
+  const bool registered = peer.is_native() || foreign_.contains(peer.name);
   if (const auto live = live_.find(metadata.room); live != live_.end()) {
     Use& use = uses_.at(live->second);
-    return adopt(live->second, use, peer, std::move(metadata), now);
+    return adopt(live->second, use, peer, {std::move(metadata), registered}, now);
   }
   const bool known = pending_.contains(metadata.room);
   if (!known && pending_.size() >= settings_.pending_rooms_max) {
@@ -375,10 +393,11 @@ void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, T
   if (!known) pending_deadlines_.set(metadata.room, now + keep);
   Pending& pending = pending_[metadata.room];
   pending.aborted.erase(peer);
-  pending.metadata[peer] = std::move(metadata);
+  pending.metadata[peer] = {std::move(metadata), registered};
 }
 
-void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, wire::Metadata metadata, Time now) {
+void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, Time now) {
+  wire::Metadata& metadata = word.metadata;
   if (const auto before = use.destinations.find(peer); before != use.destinations.end()) {
     ++counters_.unexpected_messages;
     if (peer.is_native() || is_terminal(use.view.state) || before->second.metadata == metadata) return;
@@ -393,6 +412,7 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, wire::Metada
   Destination to;
   to.reply = peer.is_native() ? sessions_.at(peer.session).reply : metadata.reply;
   to.metadata = std::move(metadata);
+  to.registered = word.registered;
   if (is_terminal(use.view.state)) {
     // Too late: the room has ended here. Who came late is told, or it would wait for its deadline.
     KVF_REACHED("a room message came after the room had ended");
@@ -424,6 +444,10 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, wire::Metada
 
 void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const wire::Abort& m, Time now) {
   const auto ack_now = [&] {
+    if (unsettled_.contains({m.room, peer})) {
+      KVF_REACHED("a drained answer was withheld because a write was unsettled");
+      return;
+    }
     if (peer.is_native()) {
       send_native(ports_.control, reply, self_.control, peer.session, wire::AbortAck{m.room, self_.place.unique_rank(), {}, m.grant});
     } else {
@@ -551,9 +575,12 @@ void PrefillManager::dispatch(UseId id, Use& use, Time now) {
     if (!chunk.is_ready) return;
     for (const auto& [peer, to] : use.destinations) {
       if (to.metadata.dummy || use.dummy) continue;
-      if (!peer.is_native() && !foreign_.contains(peer.name)) {
-        KVF_REACHED("a room message came before its registration");
-        return;  // its registration may be on the way; the waiting side's deadline bounds this
+      if (!to.registered) {
+        // A registration comes before the first room message on the same connection. One that comes later may be of another
+        // process at the same name, whose memory these pages do not belong to.
+        KVF_REACHED("a room message came without a registration");
+        fail(id, use, Status(Code::kNotFound, fmt::format("{}: {} is not registered on this prefill rank", room_text(use.room), describe_peer(peer))), false, now);
+        return;
       }
       if (!may_write(peer, now)) {
         KVF_REACHED("a chunk waited for leave to write");
@@ -590,7 +617,7 @@ Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Desti
     if (!runs.ok()) return Status(runs.status().code(), fmt::format("{}: {}", room_text(use.room), runs.status().message()));
     if (!lanes->kv.empty()) plan.push_back({lanes->kv, std::move(*runs)});
   }
-  if (chunk.last && to.metadata.aux_row && to.metadata.writes_aux && !lanes->aux.empty() && !settings_.aux_over_control) {
+  if (chunk.last && to.metadata.aux_row && to.metadata.writes_aux && !lanes->aux.empty() && (peer.is_native() || !settings_.aux_over_control)) {
     plan.push_back({lanes->aux, {Run{use.aux_row, *to.metadata.aux_row, 1}}});
   }
   return {};
@@ -614,7 +641,7 @@ bool PrefillManager::dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time
   }
   for (auto& [peer, plan] : plans) {
     Destination& to = use.destinations.at(peer);
-    if (chunk.last && settings_.aux_over_control && to.metadata.aux_row && to.metadata.writes_aux) send_aux_data(use, peer, to);
+    if (chunk.last && !peer.is_native() && settings_.aux_over_control && to.metadata.aux_row) send_aux_data(use, to);
     if (bytes_of(plan) == 0) continue;
     const WriteId write{next_id_++};
     writes_[write] = {id, peer};
@@ -631,16 +658,12 @@ bool PrefillManager::dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time
   return true;
 }
 
-void PrefillManager::send_aux_data(const Use& use, const PeerKey& peer, const Destination& to) {
+// To foreign ranks only: a control message can be lost without anybody noticing, the data plane's writes cannot.
+void PrefillManager::send_aux_data(const Use& use, const Destination& to) {
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component != Component::kAux) continue;
-    wire::AuxData message{use.room, slab.layer, *to.metadata.aux_row,
-                          ports_.memory.load(slab.base + use.aux_row * slab.item_stride, slab.item_bytes), to.metadata.grant};
-    if (peer.is_native()) {
-      send_native(ports_.control, to.reply, self_.control, peer.session, std::move(message));
-    } else if (auto frames = wire::encode_to_decode(message, wire::Dialect::kUnknown); frames.ok()) {
-      ports_.control.send(to.reply, std::move(*frames));
-    }
+    const wire::AuxData message{use.room, slab.layer, *to.metadata.aux_row, ports_.memory.load(slab.base + use.aux_row * slab.item_stride, slab.item_bytes), {}};
+    if (auto frames = wire::encode_to_decode(message, wire::Dialect::kUnknown); frames.ok()) ports_.control.send(to.reply, std::move(*frames));
   }
 }
 
@@ -658,6 +681,7 @@ void PrefillManager::on_completion(const Completion& completion, Time now) {
   if (!completion.settled) {
     KVF_REACHED("a write ended unsettled");
     to.unsettled = true;
+    unsettled_.set({use->room, owner.peer}, now + settings_.hold_time);
   }
   if (completion.status.ok()) {
     counters_.bytes_moved += completion.bytes;
@@ -790,6 +814,8 @@ void PrefillManager::advance(Time now) {
            false, now);
     }
   }
+  while (unsettled_.pop_due(now)) {
+  }
   while (const auto room = pending_deadlines_.pop_due(now)) {
     KVF_REACHED("a pending room expired");
     pending_.erase(*room);
@@ -810,7 +836,7 @@ void PrefillManager::advance(Time now) {
 }
 
 Time PrefillManager::next_deadline() const {
-  return std::min({room_deadlines_.next(), pending_deadlines_.next(), ping_deadlines_.next(), next_registration_});
+  return std::min({room_deadlines_.next(), pending_deadlines_.next(), unsettled_.next(), ping_deadlines_.next(), next_registration_});
 }
 
 }  // namespace kvferry::proto

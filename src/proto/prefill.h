@@ -96,6 +96,7 @@ class PrefillManager {
  private:
   struct Destination {
     wire::Metadata metadata;
+    bool registered = true;  // whoever spoke was registered here when it spoke
     Address reply;
     std::uint64_t in_flight = 0;
     bool told = false;       // Done or AbortAck went out, or there is nobody to tell
@@ -124,8 +125,12 @@ class PrefillManager {
     bool cleared = false;
   };
   // What decode ranks said of a room that the engine has not opened yet.
+  struct Word {
+    wire::Metadata metadata;
+    bool registered = true;
+  };
   struct Pending {
-    std::map<PeerKey, wire::Metadata> metadata;
+    std::map<PeerKey, Word> metadata;
     std::set<PeerKey> aborted;
   };
   struct NativeSession {
@@ -153,12 +158,12 @@ class PrefillManager {
   void on_metadata(const PeerKey& peer, wire::Metadata metadata, Time now);
   void on_abort(const PeerKey& peer, const Address& reply, const wire::Abort& message, Time now);
   void end_session(Token session, Status reason, bool tell, Time now);
-  void adopt(UseId id, Use& use, const PeerKey& peer, wire::Metadata metadata, Time now);
+  void adopt(UseId id, Use& use, const PeerKey& peer, Word word, Time now);
   void dispatch(UseId id, Use& use, Time now);
   bool dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time now);
   void dispatch_peer_rooms(const PeerKey& peer, Time now);
   Status plan_for(const Use& use, const PeerKey& peer, const Destination& to, const Chunk& chunk, CopyPlan& plan) const;
-  void send_aux_data(const Use& use, const PeerKey& peer, const Destination& to);
+  void send_aux_data(const Use& use, const Destination& to);
   void fail(UseId id, Use& use, Status reason, bool from_other, Time now);
   void settle(UseId id, Use& use, Time now);
   void touch(UseId id, Use& use, Time now);
@@ -182,6 +187,9 @@ class PrefillManager {
   std::map<Token, NativeSession> sessions_;
   std::map<std::string, ForeignSession> foreign_;
   std::map<WriteId, WriteOwner> writes_;
+  // Rooms whose writes to a peer ended unsettled: no drained answer is given for them, also when the room is forgotten, until
+  // the hold time is over.
+  Deadlines<std::pair<RoomId, PeerKey>> unsettled_;
   std::map<std::string, std::pair<std::uint64_t, std::uint64_t>> watermarks_;
   std::map<ReadyId, UseId> ready_;
   Deadlines<UseId> room_deadlines_;

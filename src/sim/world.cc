@@ -172,6 +172,12 @@ void World::draw() {
   fabric_.faults.slow_percent = some(50) ? random_.between(1, 20) : 0;
   fabric_.faults.slow = ms(50, 1200);
   fabric_.faults.unsettled_percent = some(30) ? 30 : 0;
+  if (!native_ && settings_.aux_over_control) {
+    // The reference's aux messages are not acknowledged: one that is lost is noticed by its engines alone, from the room number
+    // in the row. (docs/SIMULATION.md, "what is not simulated")
+    lose_percent_ = 0;
+    partitions_ = false;
+  }
   act_one_ = ms(3000, 5000);
   rooms_wanted_ = static_cast<std::uint32_t>(random_.between(24, 48));
   log(fmt::format("draw codec={} prefill tp={} pp={} dp={} decode tp={} x{} heads={} mla={} pages={}x{}", native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_,
@@ -406,6 +412,16 @@ void World::wake(Node& node) {
 
 // --- the applications ---------------------------------------------------------------------------------------------
 
+// Runs `act` on the node's present life, when it is not frozen.
+void World::on_node(std::uint32_t number, std::uint64_t life, Duration delay, std::function<void(Node&)> act) {
+  queue_.after(delay, [this, number, life, act = std::move(act)] {
+    Node& node = *nodes_[number];
+    if (!node.alive || node.life != life) return;
+    if (node.frozen_until > queue_.now()) return on_node(number, life, node.frozen_until - queue_.now() + Duration(3000000), act);
+    act(node);
+  });
+}
+
 void World::open_room(bool fresh) {
   auto room = std::make_unique<Room>();
   room->sequence = next_room_++;
@@ -417,8 +433,6 @@ void World::open_room(bool fresh) {
   };
   room->number = RoomId{fresh ? 1000 + room->sequence : random_.between(1, 40)};
   if (in_use(room->number) || opening_.contains(room->number)) room->number = RoomId{500 + room->sequence};
-  opening_.insert(room->number);
-  queue_.after(std::chrono::milliseconds(301), [this, number = room->number] { opening_.erase(number); });
   room->instance = static_cast<std::uint32_t>(random_.below(d_instances_));
   room->dp = load_balance_ == "follow_bootstrap_room" ? static_cast<std::uint32_t>(value_of(room->number) % p_dp_) : static_cast<std::uint32_t>(random_.below(p_dp_));
   room->pages = static_cast<std::uint32_t>(random_.between(random_.chance(10) ? 0 : 1, pool_pages_ / 3));
@@ -429,13 +443,13 @@ void World::open_room(bool fresh) {
     const bool mine = node->prefill ? node->place.dp_rank == room->dp : node->instance == room->instance;
     if (!mine) continue;
     if (!node->prefill) ++room->decode_parts;
-    queue_.after(ms(0, random_.chance(10) ? 300 : 20), [this, sequence, number = node->number] {
-      Node& n = *nodes_[number];
-      if (!n.alive || n.frozen_until > queue_.now()) return;
+    ++opening_[room->number];
+    on_node(node->number, node->life, ms(0, random_.chance(10) ? 300 : 20), [this, sequence, number = room->number](Node& n) {
+      if (--opening_[number] == 0) opening_.erase(number);
       if (n.prefill) {
-        prefill_side(sequence, number);
+        prefill_side(sequence, n.number);
       } else {
-        decode_side(sequence, number);
+        decode_side(sequence, n.number);
       }
     });
   }
@@ -459,9 +473,7 @@ void World::decode_side(std::uint64_t sequence, std::uint32_t number) {
   lend_pages(sequence, number, *use, 0);
   const std::uint64_t life = node.life;
   if (!room.fresh && random_.chance(abort_percent_)) {
-    queue_.after(ms(0, 200), [this, number, life, use = *use] {
-      Node& n = *nodes_[number];
-      if (!n.alive || n.life != life || n.frozen_until > queue_.now()) return;
+    on_node(number, life, ms(0, 200), [this, use = *use](Node& n) {
       n.decode_manager->abort(use, Status(Code::kAborted, "the client went away"), queue_.now());
       after_input(n);
     });
@@ -484,10 +496,7 @@ void World::lend_pages(std::uint64_t sequence, std::uint32_t number, proto::UseI
   Part& part = it->second;
   if (node.free_pages.size() < room.pages || node.free_rows.empty()) {
     if (tries > 200) return;
-    queue_.after(ms(5, 40), [this, sequence, number, use, tries, life = node.life] {
-      Node& n = *nodes_[number];
-      if (n.alive && n.life == life && n.frozen_until <= queue_.now()) lend_pages(sequence, number, use, tries + 1);
-    });
+    on_node(number, node.life, ms(5, 40), [this, sequence, use, tries](Node& n) { lend_pages(sequence, n.number, use, tries + 1); });
     return;
   }
   for (std::uint32_t i = 0; i < room.pages; ++i) {  // last in, first out: what came home is used again at once
@@ -522,14 +531,9 @@ void World::prefill_side(std::uint64_t sequence, std::uint32_t number) {
   part.room = sequence;
   part.node = number;
   const std::uint64_t life = node.life;
-  queue_.after(ms(0, 30), [this, sequence, number, use = *use, life] {
-    Node& n = *nodes_[number];
-    if (n.alive && n.life == life && n.frozen_until <= queue_.now()) send_next(sequence, number, use);
-  });
+  on_node(number, life, ms(0, 30), [this, sequence, use = *use](Node& n) { send_next(sequence, n.number, use); });
   if (!room.fresh && random_.chance(abort_percent_)) {
-    queue_.after(ms(0, 200), [this, number, life, use = *use] {
-      Node& n = *nodes_[number];
-      if (!n.alive || n.life != life || n.frozen_until > queue_.now()) return;
+    on_node(number, life, ms(0, 200), [this, use = *use](Node& n) {
       n.prefill_manager->abort(use, Status(Code::kAborted, "the engine ran out of memory"), queue_.now());
       after_input(n);
     });
@@ -544,10 +548,7 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
   if (it == node.parts.end() || it->second.ended) return;
   Part& part = it->second;
   const auto later = [&](Duration delay) {
-    queue_.after(delay, [this, sequence, number, use, life = node.life] {
-      Node& n = *nodes_[number];
-      if (n.alive && n.life == life && n.frozen_until <= queue_.now()) send_next(sequence, number, use);
-    });
+    on_node(number, node.life, delay, [this, sequence, use](Node& n) { send_next(sequence, n.number, use); });
   };
   if (!part.holds) {
     if (node.free_pages.size() < room.pages || node.free_rows.empty()) return later(ms(5, 40));
@@ -571,12 +572,9 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
     KVF_REACHED("a chunk waited for its producer");
     const proto::ReadyId ready{(static_cast<std::uint64_t>(use) << 16) + begin + 1};
     (void)node.prefill_manager->send(use, pages, ready, queue_.now());
-    queue_.after(ms(1, 30), [this, number, use, begin, count, ready, life = node.life] {
-      Node& n = *nodes_[number];
-      if (!n.alive || n.life != life) return;
+    on_node(number, node.life, ms(1, 30), [this, use, begin, count, ready](Node& n) {
       const auto p = n.parts.find(use);
       if (p != n.parts.end() && p->second.holds) fill_source(n, p->second, begin, count);
-      if (n.frozen_until > queue_.now()) return;
       n.prefill_manager->on_ready(ready, queue_.now());
       after_input(n);
     });
@@ -667,10 +665,9 @@ void World::on_room(std::uint32_t number, std::uint64_t life, proto::UseId use, 
       Room& room = *rooms_.at(part.room);
       if (++room.decode_succeeded == room.decode_parts) ++report_.succeeded;
     }
-    queue_.after(ms(0, 10), [this, number, life, use] {
-      Node& n = *nodes_[number];
+    on_node(number, life, ms(0, 10), [this, use](Node& n) {
       const auto p = n.parts.find(use);
-      if (!n.alive || n.life != life || p == n.parts.end() || p->second.cleared) return;
+      if (p == n.parts.end() || p->second.cleared) return;
       p->second.cleared = true;
       if (n.prefill) n.prefill_manager->clear(use, queue_.now());
       if (!n.prefill) n.decode_manager->clear(use, queue_.now());

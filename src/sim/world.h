@@ -65,6 +65,7 @@ class World {
   void crash(Node& node, Duration down);
   void schedule_faults();
   void heal();
+  void on_node(std::uint32_t node, std::uint64_t life, Duration delay, std::function<void(Node&)> act);
   void open_room(bool fresh);
   void decode_side(std::uint64_t room, std::uint32_t node);
   void prefill_side(std::uint64_t room, std::uint32_t node);
@@ -117,7 +118,7 @@ class World {
   std::map<std::pair<std::string, std::string>, Time> cut_;
   std::map<std::pair<std::uint32_t, Address>, Time> last_arrival_;  // FIFO per direction
   std::map<std::uint64_t, std::unique_ptr<Room>> rooms_;
-  std::set<RoomId> opening_;  // numbers that the router has just given out
+  std::map<RoomId, std::uint32_t> opening_;  // nodes that have yet to hear of a number that the router gave out
   std::uint64_t next_room_ = 1;
   bool healed_ = false;
 };

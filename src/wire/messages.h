@@ -101,12 +101,13 @@ struct AbortAck {
   friend bool operator==(const AbortAck&, const AbortAck&) = default;
 };
 
-// Prefill -> decode: one aux row over the control plane.
+// Prefill -> decode: one aux row over the control plane. The reference has it; native ranks write aux rows over the data
+// plane alone, because a lost control message would leave a row missing in a room that succeeds.
 struct AuxData {
   RoomId room{};
   std::uint32_t buffer = 0, row = 0;
   std::string bytes;
-  Token grant;  // native
+  Token grant;  // not used
   friend bool operator==(const AuxData&, const AuxData&) = default;
 };
 
