@@ -194,27 +194,42 @@ void DecodeManager::on_http(CallId id, const HttpResponse& response, Time now) {
   }
 }
 
-void DecodeManager::on_instance(const Address& bootstrap, Instance& instance, const HttpResponse& response, Time) {
+void DecodeManager::on_instance(const Address& bootstrap, Instance& instance, const HttpResponse& response, Time now) {
+  const bool refused = response.status == 404 || response.status == 405;
+  if (refused) instance.ours = false;  // a server of the reference
+  if (response.status != 200 && !refused) {
+    // Whether it is one of ours is not known; a native rank must not be taken for a foreign one.
+    KVF_REACHED("a server did not say whether it is one of ours");
+    instance.fetching = false;
+    instance.last_error = fmt::format("bootstrap server {}: {} {:.200}", bootstrap.host_port(), response.status == 0 ? "no answer:" : fmt::format("status {}:", response.status), response.body);
+    lookup_deadlines_.set(bootstrap, now + settings_.lookup_retry);
+    return;
+  }
   if (response.status == 200) {
     auto parsed = wire::parse_instance(response.body);
     if (parsed.ok()) {
-      // What is said now replaces what was known. A link whose rank has another life is another process.
+      instance.ours = true;
+      // What is said now replaces what was known. A link whose rank has another life or address is another process.
       std::map<PlaceKey, Link> links;
       for (wire::InstanceRank& rank : parsed->ranks) {
+        const PlaceKey key{rank.dp_rank, rank.place.cp_rank, rank.place.tp_rank, rank.place.pp_rank};
         if (rank.native.version_min > wire::kNativeVersion) {
           ports_.trace.trace(Severity::kError, fmt::format("prefill rank {} speaks native versions {}..{}, this rank up to {}: used as a foreign one",
                                                            rank.address.host_port(), rank.native.version_min, rank.native.version_max, wire::kNativeVersion));
+          parsed->foreign.push_back(std::move(rank));
           continue;
         }
-        const PlaceKey key{rank.dp_rank, rank.place.cp_rank, rank.place.tp_rank, rank.place.pp_rank};
         Link link{.address = rank.address, .native = true, .info = std::move(rank.native), .session = {}, .registered = false};
         if (const auto old = instance.links.find(key); old != instance.links.end() && old->second.native && old->second.info.life == link.info.life) {
           link.session = old->second.session;
         }
         links[key] = std::move(link);
       }
-      for (auto& [key, link] : instance.links) {
-        if (!link.native && !links.contains(key)) links[key] = link;
+      for (const wire::InstanceRank& rank : parsed->foreign) {
+        const PlaceKey key{rank.dp_rank, rank.place.cp_rank, rank.place.tp_rank, rank.place.pp_rank};
+        const auto old = instance.links.find(key);
+        const bool same = old != instance.links.end() && !old->second.native && old->second.address == rank.address;
+        links[key] = same ? old->second : Link{.address = rank.address, .native = false, .info = {}, .session = {}, .registered = false};
       }
       instance.links = std::move(links);
     } else {
@@ -310,14 +325,20 @@ void DecodeManager::resolve(UseId id, Use& use, Time now) {
         use.order.push_back(key);
         if (instance.links.contains(key)) continue;
         complete = false;
-        if (!instance.lookups.contains(key)) {
+        if (!instance.ours && !instance.lookups.contains(key)) {
           http(Call::kRank, use.bootstrap, "GET",
                fmt::format("/route?prefill_dp_rank={}&prefill_cp_rank={}&target_tp_rank={}&target_pp_rank={}", key[0], key[1], key[2], key[3]), "", key, id);
         }
       }
     }
   }
-  if (complete) connect(use, instance, id, now);
+  if (complete) return connect(use, instance, id, now);
+  if (instance.ours) {
+    // Not in the snapshot: it has registered since, or is registering again.
+    KVF_REACHED("a rank was missing from the instance's snapshot");
+    instance.stale = true;
+    if (!instance.fetching) lookup_deadlines_.set(use.bootstrap, now + settings_.lookup_retry);
+  }
 }
 
 void DecodeManager::on_dp_rank(UseId id, const HttpResponse& response, Time now) {
@@ -666,8 +687,10 @@ void DecodeManager::on_native(const wire::NativeFrame& frame, Time now) {
 void DecodeManager::on_done(UseId id, Use& use, Source* source, const wire::Done& done, Time now) {
   if (done.state == RoomState::kFailed) {
     if (source != nullptr) source->said_failed = true;
-    // A foreign rank says no reason; it may have lost our registration.
-    if (source != nullptr && !source->native) forget_link(use, source->place);
+    // Foreign ranks say no reason; any of them may have lost our registration.
+    for (const Source& s : use.sources) {
+      if (!s.native && !s.done) forget_link(use, s.place);
+    }
     // A native source says Done only when nothing of the room is in flight.
     if (source != nullptr && source->native && source->lease) leases_.said_quiet(*source->lease);
     fail(id, use, Status(Code::kAborted, fmt::format("{}: prefill rank {}{} failed{}{}", room_text(use.room), done.unique_rank,

@@ -94,6 +94,7 @@ class DecodeManager {
   struct Instance {
     std::optional<wire::Topology> topology;
     bool fetching = false, stale = false;
+    bool ours = false;  // the server is one of ours: it says which ranks are native
     std::string last_error;
     std::map<PlaceKey, Link> links;
     std::map<PlaceKey, CallId> lookups;

@@ -90,9 +90,13 @@ DirectoryAnswer Directory::handle(std::string_view method, std::string_view targ
     }
   } else if (path == "/kvferry/v1/instance") {
     if (get) {
-      wire::Instance instance{life_, {}};
+      wire::Instance instance{life_, {}, {}};
       for (const auto& [key, rank] : ranks_) {
-        if (rank.native) instance.ranks.push_back({key[0], rank.place, rank.address, *rank.native});
+        if (rank.native) {
+          instance.ranks.push_back({key[0], rank.place, rank.address, *rank.native});
+        } else {
+          instance.foreign.push_back({key[0], rank.place, rank.address, {}});
+        }
       }
       answer = json(wire::to_json(instance));
     } else {

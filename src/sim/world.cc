@@ -422,7 +422,7 @@ void World::on_node(std::uint32_t number, std::uint64_t life, Duration delay, st
   });
 }
 
-void World::open_room(bool fresh) {
+void World::open_room(bool fresh, std::uint32_t pair) {
   auto room = std::make_unique<Room>();
   room->sequence = next_room_++;
   // Numbers come back: a router may use one again when its room is over.
@@ -431,11 +431,18 @@ void World::open_room(bool fresh) {
       return std::any_of(node->parts.begin(), node->parts.end(), [&](const auto& part) { return !part.second.ended && node->alive && rooms_.at(part.second.room)->number == number; });
     });
   };
-  room->number = RoomId{fresh ? 1000 + room->sequence : random_.between(1, 40)};
-  if (in_use(room->number) || opening_.contains(room->number)) room->number = RoomId{500 + room->sequence};
+  room->number = RoomId{random_.between(1, 40)};
   room->instance = static_cast<std::uint32_t>(random_.below(d_instances_));
   room->dp = load_balance_ == "follow_bootstrap_room" ? static_cast<std::uint32_t>(value_of(room->number) % p_dp_) : static_cast<std::uint32_t>(random_.below(p_dp_));
-  room->pages = static_cast<std::uint32_t>(random_.between(random_.chance(10) ? 0 : 1, pool_pages_ / 3));
+  if (fresh) {
+    // Every decode instance with every prefill group, in turn.
+    room->instance = pair % d_instances_;
+    room->dp = pair / d_instances_ % p_dp_;
+    room->number = RoomId{(1000 + room->sequence) * p_dp_ + room->dp};
+  }
+  if (in_use(room->number) || opening_.contains(room->number)) room->number = RoomId{(500 + room->sequence) * p_dp_ + room->dp};
+  // Fresh rooms fit into the pools together: two sides that wait for each other's pages would be the applications' deadlock.
+  room->pages = static_cast<std::uint32_t>(random_.between(random_.chance(10) ? 0 : 1, pool_pages_ / (fresh ? 4 : 3)));
   room->prefix_pages = random_.chance(20) ? static_cast<std::uint32_t>(random_.below(3)) : 0;
   room->fresh = fresh;
   const std::uint64_t sequence = room->sequence;
@@ -788,7 +795,7 @@ Report World::run() {
   build();
   schedule_faults();
   for (std::uint32_t i = 0; i < rooms_wanted_; ++i) {
-    queue_.after(Duration(static_cast<std::int64_t>(random_.below(static_cast<std::uint64_t>(act_one_.count())))), [this] { open_room(false); });
+    queue_.after(Duration(static_cast<std::int64_t>(random_.below(static_cast<std::uint64_t>(act_one_.count())))), [this] { open_room(false, 0); });
   }
   const auto run_until = [&](Time end) {
     while (queue_.next_time() <= end) {
@@ -810,8 +817,8 @@ Report World::run() {
   // A first round lets foreign peers find out that ranks are new; rooms after it must succeed.
   for (int round = 0; go && round < 2; ++round) {
     const std::uint64_t first = next_room_;
-    for (int i = 0; i < 4; ++i) {
-      queue_.after(ms(0, 100), [this] { open_room(true); });
+    for (std::uint32_t i = 0; i < 4; ++i) {
+      queue_.after(ms(0, 100), [this, i] { open_room(true, i); });
     }
     go = run_until(queue_.now() + settle);
     if (!go || round == 0) continue;

@@ -66,7 +66,7 @@ class World {
   void schedule_faults();
   void heal();
   void on_node(std::uint32_t node, std::uint64_t life, Duration delay, std::function<void(Node&)> act);
-  void open_room(bool fresh);
+  void open_room(bool fresh, std::uint32_t pair);
   void decode_side(std::uint64_t room, std::uint32_t node);
   void prefill_side(std::uint64_t room, std::uint32_t node);
   void lend_pages(std::uint64_t room, std::uint32_t node, proto::UseId use, int tries);

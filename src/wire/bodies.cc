@@ -399,50 +399,59 @@ Result<std::map<RoomId, std::uint32_t>> parse_dp_ranks(std::string_view body) {
 }
 
 std::string to_json(const Instance& instance) {
-  Json ranks = Json::array();
-  for (const InstanceRank& rank : instance.ranks) {
-    ranks.push_back({{"dp_rank", rank.dp_rank},
-                     {"place", json_of(rank.place)},
-                     {"rank_ip", rank.address.host},
-                     {"rank_port", rank.address.port},
-                     {"kvferry", native_json(rank.native)}});
-  }
-  return Json{{"life", instance.life.to_string()}, {"ranks", std::move(ranks)}}.dump();
+  const auto list = [](const std::vector<InstanceRank>& all, bool native) {
+    Json ranks = Json::array();
+    for (const InstanceRank& rank : all) {
+      Json one = {{"dp_rank", rank.dp_rank}, {"place", json_of(rank.place)}, {"rank_ip", rank.address.host}, {"rank_port", rank.address.port}};
+      if (native) one["kvferry"] = native_json(rank.native);
+      ranks.push_back(std::move(one));
+    }
+    return ranks;
+  };
+  return Json{{"life", instance.life.to_string()}, {"ranks", list(instance.ranks, true)}, {"foreign_ranks", list(instance.foreign, false)}}.dump();
 }
+
+namespace {
+
+void read_ranks(ObjectReader& in, std::string_view key, bool native, std::vector<InstanceRank>& out) {
+  const Json* ranks = in.find(key);
+  if (ranks == nullptr || !ranks->is_array()) return in.fail(key, "is no list");
+  for (const Json& item : *ranks) {
+    ObjectReader one(item);
+    InstanceRank rank;
+    rank.dp_rank = one.number<std::uint32_t>("dp_rank", 0, kSizeMax);
+    if (const Json* place = one.find("place")) {
+      ObjectReader inside(*place);
+      read_described(inside, rank.place);
+      if (!inside.status().ok()) one.fail("place", inside.status().message());
+    } else {
+      one.fail("place", "is missing");
+    }
+    rank.address.host = one.text("rank_ip");
+    rank.address.port = one.number<std::uint16_t>("rank_port", 1);
+    if (native) {
+      const Json* extra = one.find("kvferry");
+      if (extra == nullptr) {
+        one.fail("kvferry", "is missing");
+      } else if (auto parsed = read_native(*extra); parsed.ok()) {
+        rank.native = std::move(*parsed);
+      } else {
+        one.fail("kvferry", parsed.status().message());
+      }
+    }
+    if (!one.status().ok()) in.fail(key, one.status().message());
+    out.push_back(std::move(rank));
+  }
+}
+
+}  // namespace
 
 Result<Instance> parse_instance(std::string_view body) {
   ObjectReader in(body);
   Instance instance;
   instance.life = token_from_string(in.text("life"));
-  const Json* ranks = in.find("ranks");
-  if (ranks == nullptr || !ranks->is_array()) {
-    in.fail("ranks", "is no list");
-  } else {
-    for (const Json& item : *ranks) {
-      ObjectReader one(item);
-      InstanceRank rank;
-      rank.dp_rank = one.number<std::uint32_t>("dp_rank", 0, kSizeMax);
-      if (const Json* place = one.find("place")) {
-        ObjectReader inside(*place);
-        read_described(inside, rank.place);
-        if (!inside.status().ok()) one.fail("place", inside.status().message());
-      } else {
-        one.fail("place", "is missing");
-      }
-      rank.address.host = one.text("rank_ip");
-      rank.address.port = one.number<std::uint16_t>("rank_port", 1);
-      const Json* native = one.find("kvferry");
-      if (native == nullptr) {
-        one.fail("kvferry", "is missing");
-      } else if (auto parsed = read_native(*native); parsed.ok()) {
-        rank.native = std::move(*parsed);
-      } else {
-        one.fail("kvferry", parsed.status().message());
-      }
-      if (!one.status().ok()) in.fail("ranks", one.status().message());
-      instance.ranks.push_back(std::move(rank));
-    }
-  }
+  read_ranks(in, "ranks", true, instance.ranks);
+  read_ranks(in, "foreign_ranks", false, instance.foreign);
   if (!in.status().ok()) return in.status();
   return instance;
 }

@@ -93,9 +93,11 @@ struct InstanceRank {
   Address address;
   NativeRank native;
 };
+// One snapshot of all ranks, so that nobody takes a native rank for a foreign one because it registered between two calls.
 struct Instance {
   Token life;  // of the server
-  std::vector<InstanceRank> ranks;  // native ones only
+  std::vector<InstanceRank> ranks;    // native ones
+  std::vector<InstanceRank> foreign;  // the others; `native` is empty
 };
 std::string to_json(const Instance& instance);
 Result<Instance> parse_instance(std::string_view body);
