@@ -1,0 +1,243 @@
+// Endpoints of one process over real sockets: the API as an engine uses it.
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+
+#include <gtest/gtest.h>
+
+#include "kvferry/bootstrap_server.h"
+#include "kvferry/endpoint.h"
+#include "src/plan/geometry.h"
+
+namespace kvferry {
+namespace {
+
+// Waits for an event of another thread; gives up after a long time, so that a defect shows as a failure and not as a hang.
+bool eventually(const std::function<bool()>& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (std::chrono::steady_clock::now() < end) {
+    if (condition()) return true;
+    std::this_thread::yield();
+  }
+  return condition();
+}
+
+struct RankMemory {
+  Layout layout;
+  std::vector<std::uint8_t> bytes;
+  RankMemory(const plan::Geometry& geometry, RankPlace place, std::uint32_t pages, std::uint8_t fill) {
+    layout = plan::layout_of_rank(geometry, place, 4, pages, 8);
+    bytes.assign(plan::place_slabs(layout, 0, 64), fill);
+    plan::place_slabs(layout, reinterpret_cast<std::uint64_t>(bytes.data()), 64);
+  }
+  std::uint8_t& at(std::size_t slab, std::uint32_t item, std::uint32_t offset) {
+    return *reinterpret_cast<std::uint8_t*>(layout.slabs[slab].base + item * layout.slabs[slab].item_stride + offset);
+  }
+};
+
+class OneProcess : public testing::TestWithParam<std::tuple<PlaneKind, bool>> {
+ protected:
+  static constexpr std::uint32_t kPages = 32;
+  OneProcess() : geometry_{.name = "t", .layers = 2, .attention = {}, .kv_heads = 2, .key_head_bytes = 16, .value_head_bytes = 16, .dtype = DType::kBFloat16, .aux_bytes = {32}},
+                 source_(geometry_, {}, kPages, 0), target_(geometry_, {}, kPages, 0xEE) {
+    for (std::size_t i = 0; i < source_.bytes.size(); ++i) source_.bytes[i] = static_cast<std::uint8_t>(i * 7 + i / 251);
+    auto server = BootstrapServer::create("127.0.0.1", 0, settings_);
+    EXPECT_TRUE(server.ok()) << server.status().to_string();
+    server_ = std::move(*server);
+    bootstrap_ = {"127.0.0.1", server_->port()};
+    fabric_ = make_loopback_fabric();
+    prefill_ = make_prefill();
+    decode_ = make_decode();
+    EXPECT_TRUE(eventually([&] { return prefill_->registered(); }));
+  }
+  template <class Options>
+  Options options(const RankMemory& memory) const {
+    Options o;
+    o.layout = memory.layout;
+    o.total_kv_heads = 2;
+    o.plane = std::get<0>(GetParam());
+    o.native = std::get<1>(GetParam());
+    o.loopback = fabric_;
+    o.settings = settings_;
+    o.log_level = LogLevel::kOff;
+    return o;
+  }
+  std::unique_ptr<PrefillEndpoint> make_prefill() {
+    auto o = options<PrefillOptions>(source_);
+    o.bootstrap = bootstrap_;
+    o.stage_layers = 2;
+    auto endpoint = PrefillEndpoint::create(o);
+    EXPECT_TRUE(endpoint.ok()) << endpoint.status().to_string();
+    return std::move(*endpoint);
+  }
+  std::unique_ptr<DecodeEndpoint> make_decode() {
+    auto endpoint = DecodeEndpoint::create(options<DecodeOptions>(target_));
+    EXPECT_TRUE(endpoint.ok()) << endpoint.status().to_string();
+    return std::move(*endpoint);
+  }
+  void expect_moved(const std::vector<PageIndex>& from, const std::vector<PageIndex>& to) {
+    for (std::size_t slab = 0; slab < 4; ++slab) {
+      for (std::size_t i = 0; i < from.size(); ++i) {
+        EXPECT_EQ(0, std::memcmp(&source_.at(slab, static_cast<std::uint32_t>(from[i]), 0), &target_.at(slab, static_cast<std::uint32_t>(to[i]), 0), source_.layout.slabs[slab].item_bytes));
+      }
+    }
+  }
+
+  Settings settings_;
+  plan::Geometry geometry_;
+  RankMemory source_, target_;
+  std::unique_ptr<BootstrapServer> server_;
+  Address bootstrap_;
+  std::shared_ptr<data::LoopbackFabric> fabric_;
+  std::unique_ptr<PrefillEndpoint> prefill_;
+  std::unique_ptr<DecodeEndpoint> decode_;
+};
+
+TEST_P(OneProcess, ARoomArrivesByteForByte) {
+  auto receiver = decode_->open(RoomId{7}, bootstrap_);
+  auto sender = prefill_->open(RoomId{7});
+  ASSERT_TRUE(receiver.ok() && sender.ok());
+  const std::vector<PageIndex> from{3, 4, 9}, to{20, 1, 2};
+  ASSERT_TRUE(receiver->init().ok());
+  ASSERT_TRUE(receiver->send_metadata(to, 5, 8).ok());
+  ASSERT_TRUE(sender->init(3, 2).ok());
+  ASSERT_TRUE(sender->send(std::vector<PageIndex>{3, 4}).ok());
+  ASSERT_TRUE(sender->send(std::vector<PageIndex>{9}).ok());
+
+  ASSERT_TRUE(eventually([&] { return is_terminal(receiver->poll()) && is_terminal(sender->poll()); }));
+  EXPECT_EQ(receiver->poll(), RoomState::kSuccess) << receiver->failure().status.to_string();
+  EXPECT_EQ(sender->poll(), RoomState::kSuccess) << sender->failure().status.to_string();
+  expect_moved(from, to);
+  EXPECT_EQ(0, std::memcmp(&source_.at(4, 2, 0), &target_.at(4, 5, 0), 32));
+  EXPECT_EQ(sender->decode_prefix_length(), 8U);
+  EXPECT_TRUE(eventually([&] { return receiver->pages_reusable() && sender->pages_reusable(); }));
+}
+
+TEST_P(OneProcess, NoSourceByteIsReadBeforeItsEventFires) {
+  auto receiver = decode_->open(RoomId{8}, bootstrap_);
+  auto sender = prefill_->open(RoomId{8});
+  ASSERT_TRUE(receiver->init().ok());
+  ASSERT_TRUE(receiver->send_metadata(std::vector<PageIndex>{11}, 1).ok());
+  const int event = eventfd(0, EFD_CLOEXEC);
+  ASSERT_TRUE(sender->init(1, 1).ok());
+  ASSERT_TRUE(sender->send(std::vector<PageIndex>{6}, event).ok());
+  ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kWaitingForInput; }));
+
+  for (std::size_t slab = 0; slab < 4; ++slab) {
+    for (std::uint32_t i = 0; i < 128; ++i) source_.at(slab, 6, i) = static_cast<std::uint8_t>(200 + slab);
+  }
+  EXPECT_EQ(sender->poll(), RoomState::kWaitingForInput);
+  const std::uint64_t one = 1;
+  ASSERT_EQ(write(event, &one, sizeof one), static_cast<ssize_t>(sizeof one));
+  ASSERT_TRUE(eventually([&] { return receiver->poll() == RoomState::kSuccess; })) << receiver->failure().status.to_string();
+  for (std::size_t slab = 0; slab < 4; ++slab) EXPECT_EQ(target_.at(slab, 11, 0), 200 + slab);
+  EXPECT_TRUE(eventually([&] { return is_terminal(sender->poll()); }));
+  close(event);
+}
+
+TEST_P(OneProcess, ANumberThatIsOpenIsRefusedAndTheFirstRoomGoesOn) {
+  auto first = prefill_->open(RoomId{9});
+  EXPECT_EQ(prefill_->open(RoomId{9}).status().code(), Code::kAlreadyExists);
+  auto receiver = decode_->open(RoomId{9}, bootstrap_);
+  EXPECT_EQ(decode_->open(RoomId{9}, bootstrap_).status().code(), Code::kAlreadyExists);
+  ASSERT_TRUE(receiver->init().ok());
+  ASSERT_TRUE(receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
+  ASSERT_TRUE(first->init(1, 0).ok());
+  ASSERT_TRUE(first->send(std::vector<PageIndex>{1}).ok());
+  EXPECT_TRUE(eventually([&] { return receiver->poll() == RoomState::kSuccess; }));
+  EXPECT_TRUE(eventually([&] { return first->poll() == RoomState::kSuccess; }));
+  first->clear();
+  EXPECT_TRUE(eventually([&] { return prefill_->open(RoomId{9}).ok(); })) << "a cleared number is free";
+}
+
+TEST_P(OneProcess, AnAbortOnEitherSideEndsTheOther) {
+  auto receiver = decode_->open(RoomId{10}, bootstrap_);
+  auto sender = prefill_->open(RoomId{10});
+  ASSERT_TRUE(receiver->init().ok());
+  ASSERT_TRUE(receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
+  ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kWaitingForInput; }));
+  receiver->abort("the client went away");
+  ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kFailed; }));
+  EXPECT_TRUE(sender->failure().from_other);
+  EXPECT_FALSE(receiver->failure().from_other);
+  EXPECT_EQ(receiver->failure().status.message(), "the client went away");
+  EXPECT_TRUE(eventually([&] { return receiver->pages_reusable() && sender->pages_reusable(); }));
+
+  auto receiver2 = decode_->open(RoomId{11}, bootstrap_);
+  auto sender2 = prefill_->open(RoomId{11});
+  ASSERT_TRUE(receiver2->init().ok());
+  ASSERT_TRUE(receiver2->send_metadata(std::vector<PageIndex>{1}, 0).ok());
+  ASSERT_TRUE(eventually([&] { return sender2->poll() == RoomState::kWaitingForInput; }));
+  sender2->abort("out of memory");
+  ASSERT_TRUE(eventually([&] { return receiver2->poll() == RoomState::kFailed; }));
+  EXPECT_TRUE(receiver2->failure().from_other);
+}
+
+TEST_P(OneProcess, BadPagesAreRefusedByValueAndNothingIsLost) {
+  auto sender = prefill_->open(RoomId{12});
+  const Status status = sender->send(std::vector<PageIndex>{1, 99});
+  EXPECT_EQ(status.code(), Code::kInvalidArgument);
+  EXPECT_EQ(status.message(), "room 12: page 99 outside pool of 32");
+  EXPECT_EQ(sender->poll(), RoomState::kBootstrapping);
+}
+
+TEST_P(OneProcess, AStoppedEndpointFailsItsRoomsAndTellsTheOtherSide) {
+  auto receiver = decode_->open(RoomId{13}, bootstrap_);
+  auto sender = prefill_->open(RoomId{13});
+  ASSERT_TRUE(receiver->init().ok());
+  ASSERT_TRUE(receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
+  ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kWaitingForInput; }));
+  prefill_->stop();
+  EXPECT_EQ(sender->poll(), RoomState::kFailed);
+  EXPECT_TRUE(sender->pages_reusable());
+  EXPECT_TRUE(eventually([&] { return receiver->poll() == RoomState::kFailed; }));
+  EXPECT_EQ(prefill_->open(RoomId{14}).status().code(), Code::kAborted);
+  prefill_->stop();
+}
+
+TEST_P(OneProcess, ARestartedPrefillRankIsFoundAgain) {
+  // A foreign rank's silence is noticed by its room's deadline, which is long; that is tested in the simulator.
+  if (!std::get<1>(GetParam())) GTEST_SKIP();
+  const auto run_room = [&](std::uint64_t number) {
+    auto receiver = decode_->open(RoomId{number}, bootstrap_);
+    auto sender = prefill_->open(RoomId{number});
+    EXPECT_TRUE(receiver->init().ok() && receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
+    EXPECT_TRUE(sender->init(1, 0).ok() && sender->send(std::vector<PageIndex>{1}).ok());
+    EXPECT_TRUE(eventually([&] { return is_terminal(receiver->poll()); }));
+    const RoomState state = receiver->poll();
+    receiver->clear();
+    sender->clear();
+    return state;
+  };
+  EXPECT_EQ(run_room(20), RoomState::kSuccess);
+  prefill_.reset();
+  prefill_ = make_prefill();
+  ASSERT_TRUE(eventually([&] { return prefill_->registered(); }));
+  bool found = run_room(21) == RoomState::kSuccess;
+  if (!found) found = run_room(22) == RoomState::kSuccess;
+  EXPECT_TRUE(found) << "at most one room may fail";
+}
+
+TEST_P(OneProcess, MetricsAreTrue) {
+  auto receiver = decode_->open(RoomId{30}, bootstrap_);
+  auto sender = prefill_->open(RoomId{30});
+  ASSERT_TRUE(receiver->init().ok() && receiver->send_metadata(std::vector<PageIndex>{1, 2}, 0).ok());
+  ASSERT_TRUE(sender->init(2, 0).ok() && sender->send(std::vector<PageIndex>{1, 2}).ok());
+  ASSERT_TRUE(eventually([&] { return is_terminal(receiver->poll()) && is_terminal(sender->poll()); }));
+  const std::string text = prefill_->metrics();
+  EXPECT_NE(text.find("kvferry_prefill_rooms_succeeded_total 1\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("kvferry_prefill_bytes_moved_total 1056\n"), std::string::npos) << text;  // 2 pages x 4 slabs x 128 + 32
+  EXPECT_NE(decode_->metrics().find("kvferry_decode_rooms_succeeded_total 1\n"), std::string::npos);
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, OneProcess, testing::Combine(testing::Values(PlaneKind::kTcp, PlaneKind::kLoopback), testing::Bool()),
+                         [](const auto& param) {
+                           return std::string(std::get<0>(param.param) == PlaneKind::kTcp ? "tcp" : "loopback") + (std::get<1>(param.param) ? "_native" : "_sglang");
+                         });
+
+}  // namespace
+}  // namespace kvferry
