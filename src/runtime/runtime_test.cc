@@ -161,7 +161,7 @@ TEST_P(OneProcess, AnAbortOnEitherSideEndsTheOther) {
   ASSERT_TRUE(receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
   ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kWaitingForInput; }));
   receiver->abort("the client went away");
-  ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kFailed; }));
+  ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kFailed && receiver->poll() == RoomState::kFailed; }));
   EXPECT_TRUE(sender->failure().from_other);
   EXPECT_FALSE(receiver->failure().from_other);
   EXPECT_EQ(receiver->failure().status.message(), "the client went away");
