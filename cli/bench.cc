@@ -46,6 +46,13 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+Settings settings_here() {
+  Settings settings;
+  const Status status = apply_environment(settings, [](const char* name) -> const char* { return std::getenv(name); });
+  if (!status.ok()) throw std::runtime_error(status.message());
+  return settings;
+}
+
 struct Figure {
   std::string name;
   double value = 0;
@@ -124,7 +131,7 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
     const Json info = Json::parse(*hello);
     const std::string address = info["plane"];
 
-    Settings settings;
+    const Settings settings = settings_here();
     KernelEntropy entropy;
     auto plane = data::TcpPlane::create({}, settings, entropy);
     if (!plane.ok()) throw std::runtime_error(plane.status().to_string());
@@ -202,7 +209,7 @@ int run_bench_target() {
   const std::uint64_t item = std::uint64_t{row} * kRowsPerPage * kTargetSpread;
   std::uint8_t* memory = big_memory(item * pages);
   std::memset(memory, kPoison, item * pages);
-  Settings settings;
+  const Settings settings = settings_here();
   KernelEntropy entropy;
   auto plane = data::TcpPlane::create({}, settings, entropy);
   if (!plane.ok()) return 1;

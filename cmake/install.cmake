@@ -1,0 +1,22 @@
+# The installed library: one shared object with all folders in it, the headers of include/, a CMake package and a pkg-config file.
+include(CMakePackageConfigHelpers)
+
+set(KVF_FOLDERS base plan wire proto data net runtime)
+list(TRANSFORM KVF_FOLDERS REPLACE "(.+)" "$<TARGET_OBJECTS:kvf_\\1>" OUTPUT_VARIABLE KVF_OBJECTS)
+add_library(kvferry SHARED cmake/version.cc ${KVF_OBJECTS})
+add_library(kvferry::kvferry ALIAS kvferry)
+set_target_properties(kvferry PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+target_link_libraries(kvferry PRIVATE kvf_flags fmt::fmt spdlog::spdlog PkgConfig::ZMQ Threads::Threads)
+target_include_directories(kvferry INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+target_compile_features(kvferry INTERFACE cxx_std_20)
+
+install(TARGETS kvferry EXPORT kvferry-targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(TARGETS kvferry-cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(DIRECTORY include/kvferry DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(EXPORT kvferry-targets NAMESPACE kvferry:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvferry)
+write_basic_package_version_file(${CMAKE_BINARY_DIR}/kvferry-config-version.cmake COMPATIBILITY SameMinorVersion)
+file(WRITE ${CMAKE_BINARY_DIR}/kvferry-config.cmake "include(\${CMAKE_CURRENT_LIST_DIR}/kvferry-targets.cmake)\n")
+install(FILES ${CMAKE_BINARY_DIR}/kvferry-config.cmake ${CMAKE_BINARY_DIR}/kvferry-config-version.cmake DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/kvferry)
+configure_file(cmake/kvferry.pc.in ${CMAKE_BINARY_DIR}/kvferry.pc @ONLY)
+install(FILES ${CMAKE_BINARY_DIR}/kvferry.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+target_compile_definitions(kvferry PRIVATE KVFERRY_VERSION="${PROJECT_VERSION}")

@@ -99,6 +99,7 @@ Result<Address> parse_address(std::string_view text) {
     const auto close = text.find(']');
     if (close == std::string_view::npos) return bad("']' is missing");
     host = text.substr(1, close - 1);
+    if (!is_ipv6(host)) return bad("brackets are for IPv6 hosts");
     if (close + 1 >= text.size() || text[close + 1] != ':') return bad("':port' is missing");
     port = text.substr(close + 2);
   } else {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "src/base/random.h"
+#include "src/data/copier.h"
 #include "src/data/flow_queue.h"
 #include "src/data/grant_table.h"
 #include "src/data/plan_cursor.h"
@@ -118,6 +119,22 @@ TEST_F(Grants, ForeignWritersAreCheckedAgainstTheUnionOfWhatIsLentToThem) {
   EXPECT_TRUE(table_.recheck(eight, {Token{}, true}, plan(1000, 80, 8, 1)).ok());
   EXPECT_FALSE(table_.recheck(nine, {Token{}, true}, plan(1000, 80, 9, 1)).ok());
   EXPECT_FALSE(allowed(plan(1000, 80, 9, 1), {Token{}, true}));
+}
+
+TEST(Copier, CopiesEverySizeAtEveryAlignmentAndNothingBeyond) {
+  const CopyFunction copy = landing_copy();
+  std::vector<std::uint8_t> from(1024), to(1024 + 256);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint8_t>(i * 13 + 1);
+  for (std::size_t bytes = 0; bytes < 700; bytes += bytes < 200 ? 1 : 37) {
+    for (std::size_t offset = 0; offset < 66; offset += 3) {
+      std::fill(to.begin(), to.end(), 0xEE);
+      copy(to.data() + 64 + offset, from.data() + offset % 5, bytes);
+      landing_fence();
+      ASSERT_EQ(0, std::memcmp(to.data() + 64 + offset, from.data() + offset % 5, bytes));
+      ASSERT_EQ(to[63 + offset], 0xEE);
+      ASSERT_EQ(to[64 + offset + bytes], 0xEE);
+    }
+  }
 }
 
 TEST(FlowQueue, EveryFlowHasOneTurnHoweverManyWritesItHas) {

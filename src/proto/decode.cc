@@ -463,7 +463,7 @@ void DecodeManager::end_session(Token token, Status reason, bool tell, Time now)
   sessions_.erase(it);
   session_deadlines_.clear(token);
   ++counters_.sessions_ended;
-  ports_.trace.trace(Severity::kWarning, fmt::format("{}: session over: {}", ended.name, reason.message()));
+  ports_.trace.trace(reason.code() == Code::kAborted ? Severity::kInfo : Severity::kWarning, fmt::format("{}: session over: {}", ended.name, reason.message()));
   if (tell) send_native(ports_.control, ended.peer, self_.control, token, wire::Unknown{reason.message()});
   if (const auto instance = instances_.find(ended.bootstrap); instance != instances_.end()) {
     const auto link = instance->second.links.find(ended.place);
@@ -640,7 +640,7 @@ std::pair<UseId, DecodeManager::Source*> DecodeManager::find_grant(Token grant, 
 
 void DecodeManager::on_native(const wire::NativeFrame& frame, Time now) {
   if (const auto* m = std::get_if<wire::Unknown>(&frame.message)) {
-    const Code code = m->reason.starts_with("refused") ? Code::kRefused : Code::kPeerLost;
+    const Code code = m->reason.starts_with("refused") ? Code::kRefused : m->reason.ends_with("stopped") ? Code::kAborted : Code::kPeerLost;
     return end_session(frame.session, Status(code, m->reason), false, now);
   }
   const auto it = sessions_.find(frame.session);

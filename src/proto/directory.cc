@@ -62,7 +62,7 @@ DirectoryAnswer Directory::handle(std::string_view method, std::string_view targ
     } else if (method == "GET") {
       answer = get_route(query);
     } else {
-      answer = not_allowed("Method not allowed", "");
+      answer = DirectoryResponse{405, "application/json; charset=utf-8", "Method not allowed", ""};  // as the reference says it
     }
   } else if (path == "/register_dp_rank") {
     if (method != "POST") {

@@ -253,7 +253,7 @@ void PrefillManager::on_frames(const wire::Frames& frames, Time now) {
 
 void PrefillManager::on_native(const wire::NativeFrame& frame, Time now) {
   if (const auto* m = std::get_if<wire::Unknown>(&frame.message)) {
-    return end_session(frame.session, Status(Code::kPeerLost, "the decode rank ended the session: " + m->reason), false, now);
+    return end_session(frame.session, Status(m->reason.ends_with("stopped") ? Code::kAborted : Code::kPeerLost, "the decode rank ended the session: " + m->reason), false, now);
   }
   if (const auto* m = std::get_if<wire::Register>(&frame.message)) return on_register_native(frame, *m, now);
   const auto it = sessions_.find(frame.session);
@@ -504,7 +504,7 @@ void PrefillManager::end_session(Token session, Status reason, bool tell_peer, T
   sessions_.erase(it);
   ping_deadlines_.clear(session);
   ++counters_.sessions_ended;
-  ports_.trace.trace(Severity::kWarning, fmt::format("{}: session over: {}", ended.name, reason.message()));
+  ports_.trace.trace(reason.code() == Code::kAborted ? Severity::kInfo : Severity::kWarning, fmt::format("{}: session over: {}", ended.name, reason.message()));
   if (tell_peer) send_native(ports_.control, ended.reply, self_.control, session, wire::Unknown{reason.message()});
   const PeerKey peer{session, {}};
   std::vector<UseId> concerned;

@@ -53,12 +53,10 @@ Status bad(std::string why) { return Status(Code::kProtocol, "tcp plane: " + std
 
 }  // namespace
 
-void append_header(std::vector<char>& out, Header header) {
-  const std::size_t at = out.size();
-  out.resize(at + kHeaderBytes);
-  store(&out[at], static_cast<std::uint32_t>(header.kind));
-  store(&out[at + 4], header.length);
-  store(&out[at + 8], header.write);
+void store_header(char* to, Header header) {
+  store(to, static_cast<std::uint32_t>(header.kind));
+  store(to + 4, header.length);
+  store(to + 8, header.write);
 }
 
 bool parse_header(const char* bytes, Header& header) {

@@ -25,7 +25,7 @@ struct Header {
 inline constexpr std::size_t kHeaderBytes = 16;
 inline constexpr std::uint64_t kMagic = 0x31504354'52464B4BULL;  // version 1
 
-void append_header(std::vector<char>& out, Header header);
+void store_header(char* to, Header header);  // kHeaderBytes
 // False: a kind that is not known.
 bool parse_header(const char* bytes, Header& header);
 
