@@ -57,4 +57,10 @@ std::uint64_t place_slabs(Layout& layout, std::uint64_t base, std::uint64_t alig
   return offset;
 }
 
+std::vector<Region> regions_of(const Layout& layout) {
+  std::vector<Region> regions;
+  for (const Slab& slab : layout.slabs) regions.push_back({slab.base, slab.item_stride * slab.item_count, slab.memory});
+  return regions;
+}
+
 }  // namespace kvferry::plan

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "kvferry/data_plane.h"
 #include "kvferry/layout.h"
 #include "kvferry/types.h"
 #include "src/plan/ranks.h"
@@ -38,5 +39,8 @@ Layout layout_of_rank(const Geometry& geometry, const RankPlace& place, std::uin
 // Bytes of the layout when its slabs are laid one behind another at multiples of `align`, and the same layout with
 // bases set so, from `base` on.
 std::uint64_t place_slabs(Layout& layout, std::uint64_t base, std::uint64_t align);
+
+// What a data plane must be able to reach: every slab of the layout.
+std::vector<Region> regions_of(const Layout& layout);
 
 }  // namespace kvferry::plan

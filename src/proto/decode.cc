@@ -449,7 +449,7 @@ void DecodeManager::connect(Use& use, Instance& instance, UseId id, Time now) {
     use.connected.push_back(std::move(source));
   }
   use.resolved = true;
-  use.view.state = RoomState::kWaitingForInput;
+  move_to(use.view.state, RoomState::kWaitingForInput);
   room_deadlines_.set(id, now + settings_.waiting_timeout);
   publish(id, use);
   if (use.waiting_metadata) lend_and_announce(id, use, now);
@@ -549,7 +549,7 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
     source.lease = *lease;
   }
   use.sources = std::move(sources);
-  use.view.state = RoomState::kTransferring;
+  move_to(use.view.state, RoomState::kTransferring);
   std::uint64_t page_bytes = 0;
   for (const GrantSlab& slab : *kv_slabs_) page_bytes += slab.item_bytes;
   use.view.bytes = page_bytes * metadata.pages.size();
@@ -721,7 +721,7 @@ void DecodeManager::on_done(UseId id, Use& use, Source* source, const wire::Done
   }
   use.responded.insert(done.unique_rank);
   if (use.responded.size() >= use.required) {
-    use.view.state = RoomState::kSuccess;
+    move_to(use.view.state, RoomState::kSuccess);
     ++counters_.rooms_succeeded;
     counters_.bytes_moved += use.view.bytes;
     room_deadlines_.clear(id);
@@ -780,8 +780,7 @@ void DecodeManager::on_completion(const Completion& completion, Time now) {
 // --- how a room ends ----------------------------------------------------------------------------------------------
 
 void DecodeManager::fail(UseId id, Use& use, Status reason, bool from_other, Time now) {
-  if (is_terminal(use.view.state)) return;
-  use.view.state = RoomState::kFailed;
+  if (!move_to(use.view.state, RoomState::kFailed)) return;
   use.view.failure = {std::move(reason), from_other};
   ++(use.view.failure.status.code() == Code::kAborted ? counters_.rooms_aborted : counters_.rooms_failed);
   ports_.trace.trace(use.view.failure.status.code() == Code::kAborted ? Severity::kInfo : Severity::kError, use.view.failure.status.to_string());

@@ -67,6 +67,15 @@ struct RoomView {
   bool pages_reusable = false;                 // the room's pages may be given to others
   std::uint64_t bytes = 0;                     // prefill: landed; decode: promised by the room's pages
 };
+// The one rule by which a room's state changes: Failed and Success are final, Failed comes from anywhere else, otherwise it only
+// grows. False: the state stays as it is.
+inline bool move_to(RoomState& state, RoomState next) {
+  if (is_terminal(state)) return false;
+  if (next != RoomState::kFailed && next <= state) return false;
+  state = next;
+  return true;
+}
+
 class RoomListener {
  public:
   virtual ~RoomListener() = default;

@@ -95,16 +95,16 @@ Result<UseId> PrefillManager::open(RoomId room, const SenderOptions& options, Ti
 
   const std::uint32_t dp_size = self_.system_dp_size == 1 ? self_.place.dp_size : self_.system_dp_size;
   const std::uint32_t dp_rank = self_.system_dp_size == 1 ? self_.place.dp_rank : self_.system_dp_rank;
-  if (dp_size > 1 && !options.carries_dp_rank) {
+  if (dp_size > 1 && !options.carries_dp_rank && !use.dummy) {
     const bool follow = self_.load_balance_method == "follow_bootstrap_room";
-    if (!follow || settings_.force_query_dp_rank) {
+    const std::uint64_t follows_to = value_of(room) % dp_size;
+    if (follow && follows_to != dp_rank && !settings_.force_query_dp_rank) {
+      fail(id, use,
+           Status(Code::kRefused, fmt::format("{} belongs to dp rank {} (room mod dp size {}) but reached dp rank {}", room_text(room), follows_to, dp_size, dp_rank)),
+           false, now);
+    } else if (!follow || follows_to != dp_rank) {
       ports_.http.call(CallId{next_id_++}, {"POST", self_.bootstrap, "/register_dp_rank",
                                             wire::to_json(wire::DpRankEntry{room, dp_rank}), settings_.http_timeout});
-    } else if (value_of(room) % dp_size != dp_rank) {
-      fail(id, use,
-           Status(Code::kRefused, fmt::format("{} belongs to dp rank {} (room mod dp size {}) but reached dp rank {}", room_text(room),
-                                              value_of(room) % dp_size, dp_size, dp_rank)),
-           false, now);
     }
   }
   if (const auto it = pending_.find(room); it != pending_.end()) {
@@ -244,8 +244,10 @@ void PrefillManager::on_frames(const wire::Frames& frames, Time now) {
   }
   if (const auto* m = std::get_if<wire::Watermark>(&*message)) {
     if (!m->session_name.empty() && !watermarks_.contains(m->session_name) && watermarks_.size() >= settings_.sessions_max) return;
-    auto& newest = watermarks_[m->session_name];
-    newest = std::max(newest, std::pair(m->round, m->tail));
+    // The ring begins at (0, 0): only what is beyond is news.
+    const std::pair mark(m->round, m->tail);
+    const auto known = watermarks_.find(m->session_name);
+    if (mark > (known == watermarks_.end() ? std::pair<std::uint64_t, std::uint64_t>() : known->second)) watermarks_[m->session_name] = mark;
     return;
   }
   ++counters_.unexpected_messages;
@@ -435,7 +437,7 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
   }
   if (use.destinations.size() == agreed && use.view.state == RoomState::kBootstrapping) {
     if (!use.view.prefix_tokens) use.view.prefix_tokens = 0;
-    use.view.state = RoomState::kWaitingForInput;
+    move_to(use.view.state, RoomState::kWaitingForInput);
     touch(id, use, now);
     publish(id, use);
   }
@@ -636,7 +638,7 @@ bool PrefillManager::dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time
     plans.emplace_back(peer, std::move(plan));
   }
   if (use.view.state == RoomState::kWaitingForInput && !plans.empty()) {
-    use.view.state = RoomState::kTransferring;
+    move_to(use.view.state, RoomState::kTransferring);
     publish(id, use);
   }
   for (auto& [peer, plan] : plans) {
@@ -710,8 +712,7 @@ void PrefillManager::on_ready(ReadyId ready, Time now) {
 // --- how a room ends ----------------------------------------------------------------------------------------------
 
 void PrefillManager::fail(UseId id, Use& use, Status reason, bool from_other, Time now) {
-  if (is_terminal(use.view.state)) return;
-  use.view.state = RoomState::kFailed;
+  if (!move_to(use.view.state, RoomState::kFailed)) return;
   use.view.failure = {std::move(reason), from_other};
   ++(use.view.failure.status.code() == Code::kAborted ? counters_.rooms_aborted : counters_.rooms_failed);
   ports_.trace.trace(use.view.failure.status.code() == Code::kAborted ? Severity::kInfo : Severity::kError, use.view.failure.status.to_string());
@@ -771,7 +772,7 @@ void PrefillManager::settle(UseId id, Use& use, Time now) {
   std::uint64_t in_flight = 0;
   for (const auto& [peer, to] : use.destinations) in_flight += to.in_flight;
   if (!is_terminal(use.view.state) && use.view.state != RoomState::kBootstrapping && use.last_dispatched && in_flight == 0) {
-    use.view.state = RoomState::kSuccess;
+    move_to(use.view.state, RoomState::kSuccess);
     ++counters_.rooms_succeeded;
   }
   if (is_terminal(use.view.state)) {

@@ -15,6 +15,7 @@
 #include "src/base/parse.h"
 #include "src/data/loopback/loopback_plane.h"
 #include "src/data/tcp/tcp_plane.h"
+#include "src/plan/geometry.h"
 #include "src/runtime/log.h"
 
 namespace kvferry::runtime {
@@ -62,9 +63,7 @@ Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name, const Endpo
       e.session_name_ = e.plane_->address();  // "loopback:N" looks like host:port, as foreign registrations want it
       break;
   }
-  std::vector<Region> regions;
-  for (const Slab& slab : e.options.layout.slabs) regions.push_back({slab.base, slab.item_stride * slab.item_count, slab.memory});
-  if (const auto region = e.plane_->register_memory(regions); !region.ok()) return region.status();
+  if (const auto region = e.plane_->register_memory(plan::regions_of(e.options.layout)); !region.ok()) return region.status();
   e.http_ = std::make_unique<net::HttpClient>();
   e.epoll_ = epoll_create1(EPOLL_CLOEXEC);
   e.inbox_event_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);

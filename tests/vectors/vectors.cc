@@ -91,7 +91,7 @@ TEST(Vector, FolderHoldsVectors) {
       "wire_register_encode", "wire_register_decode", "wire_transfer_info_encode", "wire_transfer_info_decode", "wire_small_messages", "pack_int_lists", "unpack_int_lists",
       "watermark_messages", "group_concurrent_contiguous", "send_kvcache", "send_kvcache_slice", "compute_head_slice_params", "send_aux", "rank_mapping", "mha_kv_ptrs_with_pp",
       "resolve_total_kv_heads", "decode_thread", "prefill_bootstrap_thread", "transfer_worker", "update_status", "sender_ctor", "sender_chunks", "sender_receiver_lifecycle",
-      "receiver_setup", "parallel_info_checks", "manager_flags", "network_address", "register_buffers", "bootstrap_registration", "filter_kv_indices_for_cp_rank"};
+      "receiver_setup", "parallel_info_checks", "manager_flags", "network_address", "register_buffers", "bootstrap_registration"};
   std::size_t files = 0;
   for (const auto& entry : fs::directory_iterator(folder())) {
     if (entry.path().extension() != ".json") continue;
