@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""The demo as a user runs it: exit codes, numbers, damage that is seen, and nothing left behind.   demo_test.py KVFERRY CASE"""
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+
+TOOL = sys.argv[1]
+SMALL = ["demo", "--requests", "6", "--tokens", "96", "--scale", "1"]
+
+
+def run(*arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "out.json"
+        done = subprocess.run([TOOL, *arguments, "--json", str(out)], capture_output=True, text=True, timeout=240)
+        numbers = json.loads(out.read_text()) if out.exists() else None
+        return done.returncode, numbers, done.stdout + done.stderr
+
+
+def expect(condition, *what):
+    if not condition:
+        print("FAILED:", *what)
+        sys.exit(1)
+
+
+def right(*arguments):
+    code, numbers, text = run(*SMALL, *arguments)
+    expect(code == 0, arguments, code, text)
+    expect(numbers["bytes"] == numbers["expected_bytes"] > 0, numbers)
+    expect(numbers["wrong_bytes"] == numbers["stray_bytes"] == numbers["failed_rooms"] == 0, numbers)
+    expect(numbers["rooms"] == numbers["requests"] == 6, numbers)
+    return numbers
+
+
+def cuts():
+    right("--prefill", "tp=2", "--decode", "tp=4")
+    right("--prefill", "tp=2,pp=2", "--decode", "tp=1")
+    right("--prefill", "dp=2,tp=2", "--decode", "tp=2,dp=2")
+    right("--prefill", "pp=2", "--decode", "pp=2", "--page-size", "7")
+    right("--model", "deepseek-v3", "--prefill", "tp=4", "--decode", "tp=2")
+    # More decode ranks than heads: every rank holds a copy of its head.
+    config = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 256}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config, file)
+        file.flush()
+        wide = right("--model", file.name, "--prefill", "tp=4", "--decode", "tp=4")
+        tokens = -(-96 // 16) * 16
+        expect(wide["bytes"] == 6 * (4 * tokens * 3 * 2 * 32 * 2 + 4 * (64 + 512)), wide)
+    right("--codec", "sglang", "--prefill", "tp=2", "--decode", "tp=1")
+
+
+def trace():
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        for i in range(6):
+            file.write(json.dumps({"timestamp": i * 10, "input_length": 1200, "output_length": 1, "hash_ids": [1, 2, 10 + i]}) + "\n")
+        file.flush()
+        code, numbers, text = run("demo", "--trace", file.name, "--scale", "8", "--concurrency", "1", "--speed", "10")
+        expect(code == 0, text)
+        # Two blocks of 64 tokens are held after the first request: 8 pages of 16 tokens, five times.
+        expect(numbers["prefix_bytes_skipped"] == 5 * 128 * 131072, numbers)
+
+
+def sabotage():
+    for kind, key in (("wrong", "wrong_bytes"), ("drop", "wrong_bytes"), ("stray", "stray_bytes")):
+        code, numbers, text = run(*SMALL, "--sabotage", kind)
+        expect(code == 1, kind, code, text)
+        other = "stray_bytes" if key == "wrong_bytes" else "wrong_bytes"
+        # One block: a page of layer 0's K of the first decode rank (2 heads of 256 bytes, 16 tokens).
+        expect(numbers[key] == 8192 and numbers[other] == 0, kind, numbers)
+
+
+def usage():
+    for arguments in (["demo", "--model", "nothing"], ["demo", "--prefill", "tp=0"], ["demo", "--plane", "pigeon"], ["demo", "--prefill", "tp=2", "--decode", "tp=3"],
+                      ["demo", "--trace", "/nowhere"], ["demo", "--scale", "-1"], ["demo", "--nonsense"], ["nonsense"]):
+        done = subprocess.run([TOOL, *arguments], capture_output=True, text=True, timeout=60)
+        expect(done.returncode == 2, arguments, done.returncode, done.stdout + done.stderr)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({"model_type": "llama", "num_hidden_layers": 3}, file)
+        file.flush()
+        done = subprocess.run([TOOL, "demo", "--model", file.name], capture_output=True, text=True, timeout=60)
+        expect(done.returncode == 2 and "num_attention_heads" in done.stderr, done.stderr)
+
+
+def children_of(pid):
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def interrupt():
+    demo = subprocess.Popen([TOOL, "demo", "--requests", "10000", "--tokens", "4096", "--scale", "1"], stdout=subprocess.PIPE, text=True)
+    for line in demo.stdout:  # the ranks work when the first line of progress is there
+        if "%" in line:
+            break
+    children = children_of(demo.pid)
+    expect(len(children) >= 7, "processes", children)
+    demo.send_signal(signal.SIGINT)
+    demo.stdout.read()
+    expect(demo.wait(timeout=60) == 130, demo.returncode)
+    left = [pid for pid in children if os.path.exists(f"/proc/{pid}")]
+    expect(not left, "processes left behind", left)
+
+
+globals()[sys.argv[2]]()
+print("ok")
