@@ -882,6 +882,8 @@ TEST(Vector, SenderReceiverLifecycle) {
         if (!cleared) {
           EXPECT_EQ(state(), is_terminal(before) ? before : RoomState::kFailed);
         }
+      } else if (op == "failure_exception" && !is_terminal(before)) {
+        return;  // asking why a room failed that has not failed ends it in the reference
       } else if (op == "clear") {
         if (sender) p.manager.clear(use, later);
         if (!sender) d.manager.clear(use, later);
