@@ -16,8 +16,8 @@
 #include <fstream>
 #include <thread>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include "cli/pattern.h"
@@ -35,11 +35,14 @@ using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint32_t kRowsPerPage = 16;
-constexpr std::uint32_t kTargetSpread = 4;  // rows are packed at the source and at this multiple of their size at the target
+constexpr std::uint32_t kTargetSpread =
+    4;  // rows are packed at the source and at this multiple of their size at the target
 constexpr std::size_t kRawSend = 1 << 20;
 constexpr int kTimeoutMs = 60000;
 
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -48,7 +51,8 @@ double median(std::vector<double> values) {
 
 Settings settings_here() {
   Settings settings;
-  const Status status = apply_environment(settings, [](const char* name) -> const char* { return std::getenv(name); });
+  const Status status = apply_environment(
+      settings, [](const char* name) -> const char* { return std::getenv(name); });
   if (!status.ok()) throw std::runtime_error(status.message());
   return settings;
 }
@@ -76,7 +80,9 @@ std::vector<PageIndex> shuffled(std::uint32_t pages, std::uint64_t seed) {
   return order;
 }
 
-PatternPlace row_place(std::uint64_t position, std::uint32_t row, std::uint64_t round) { return {round, 1, 0, row, position}; }
+PatternPlace row_place(std::uint64_t position, std::uint32_t row, std::uint64_t round) {
+  return {round, 1, 0, row, position};
+}
 
 bool read_all(int fd, void* to, std::size_t bytes) {
   auto* at = static_cast<char*>(to);
@@ -89,10 +95,18 @@ bool read_all(int fd, void* to, std::size_t bytes) {
   return true;
 }
 
-// --- planner ------------------------------------------------------------------------------------------------------
+// --- planner
+// ------------------------------------------------------------------------------------------------------
 
 void bench_planner(const BenchOptions& options, std::vector<Figure>& figures) {
-  const plan::Geometry geometry{.name = "llama-3.1-8b", .layers = 32, .attention = {}, .kv_heads = 8, .key_head_bytes = 256, .value_head_bytes = 256, .dtype = DType::kBFloat16, .aux_bytes = {}};
+  const plan::Geometry geometry{.name = "llama-3.1-8b",
+                                .layers = 32,
+                                .attention = {},
+                                .kv_heads = 8,
+                                .key_head_bytes = 256,
+                                .value_head_bytes = 256,
+                                .dtype = DType::kBFloat16,
+                                .aux_bytes = {}};
   Layout layout = plan::layout_of_rank(geometry, {}, 1, 16384, 0);
   plan::place_slabs(layout, 1 << 20, 4096);
   const auto lanes = plan::pair_lanes(layout, layout, "source", "target");
@@ -112,17 +126,24 @@ void bench_planner(const BenchOptions& options, std::vector<Figure>& figures) {
   }
   if (check != options.pairs * 3) throw std::runtime_error("the plan is wrong");
   figures.push_back({"planner.fragmented_8k_ms", median(plan_ms), "ms", median(list_ms)});
-  fmt::print("planner, 8192 tokens, page size 1, all fragmented, 32 layers K and V: {:.3f} ms (the same as a flat list of 524288 blocks: {:.1f} ms)\n", figures.back().value, figures.back().baseline);
+  fmt::print(
+      "planner, 8192 tokens, page size 1, all fragmented, 32 layers K and V: {:.3f} ms (the same "
+      "as a flat list of 524288 blocks: {:.1f} ms)\n",
+      figures.back().value, figures.back().baseline);
 }
 
-// --- plane --------------------------------------------------------------------------------------------------------
+// --- plane
+// --------------------------------------------------------------------------------------------------------
 
-std::string row_name(std::uint32_t row) { return row >= 1024 ? fmt::format("{}k", row / 1024) : fmt::format("{}", row); }
+std::string row_name(std::uint32_t row) {
+  return row >= 1024 ? fmt::format("{}k", row / 1024) : fmt::format("{}", row);
+}
 
 void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
   for (const std::uint32_t row : options.rows) {
     const std::uint32_t page_bytes = row * kRowsPerPage;
-    const auto pages = static_cast<std::uint32_t>((std::uint64_t{options.mebibytes} << 20) / page_bytes);
+    const auto pages =
+        static_cast<std::uint32_t>((std::uint64_t{options.mebibytes} << 20) / page_bytes);
     const std::uint64_t bytes = std::uint64_t{pages} * page_bytes;
     Child target({"bench-target"});
     target.send(Json{{"row", row}, {"pages", pages}}.dump());
@@ -139,7 +160,10 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
     const auto source_order = shuffled(pages, 11), target_order = shuffled(pages, 12);
     const auto fill = [&](std::uint64_t round) {
       for (std::uint32_t i = 0; i < pages; ++i) {
-        for (std::uint32_t r = 0; r < kRowsPerPage; ++r) fill_pattern(memory + static_cast<std::uint64_t>(source_order[i]) * page_bytes + std::uint64_t{r} * row, row, row_place(i, r, round));
+        for (std::uint32_t r = 0; r < kRowsPerPage; ++r)
+          fill_pattern(memory + static_cast<std::uint64_t>(source_order[i]) * page_bytes +
+                           std::uint64_t{r} * row,
+                       row, row_place(i, r, round));
       }
     };
     const int raw = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -147,16 +171,24 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
     to.sin_family = AF_INET;
     to.sin_port = htons(info["raw_port"].get<std::uint16_t>());
     to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (connect(raw, reinterpret_cast<sockaddr*>(&to), sizeof to) != 0) throw std::runtime_error("raw stream: connect failed");
+    if (connect(raw, reinterpret_cast<sockaddr*>(&to), sizeof to) != 0)
+      throw std::runtime_error("raw stream: connect failed");
 
-    const Lane lane{.source = reinterpret_cast<std::uint64_t>(memory), .target = info["base"].get<std::uint64_t>(), .source_item = page_bytes, .target_item = std::uint64_t{page_bytes} * kTargetSpread,
-                    .rows = kRowsPerPage, .bytes = row, .source_row = row, .target_row = row * kTargetSpread};
+    const Lane lane{.source = reinterpret_cast<std::uint64_t>(memory),
+                    .target = info["base"].get<std::uint64_t>(),
+                    .source_item = page_bytes,
+                    .target_item = std::uint64_t{page_bytes} * kTargetSpread,
+                    .rows = kRowsPerPage,
+                    .bytes = row,
+                    .source_row = row,
+                    .target_row = row * kTargetSpread};
     std::vector<double> ours, theirs;
     for (std::uint32_t round = 0; round <= options.pairs; ++round) {  // the first pair warms up
       fill(round);
       auto begin = Clock::now();
       for (std::uint64_t done = 0; done < bytes;) {
-        const ssize_t n = ::send(raw, memory + done, std::min<std::uint64_t>(kRawSend, bytes - done), MSG_NOSIGNAL);
+        const ssize_t n = ::send(raw, memory + done,
+                                 std::min<std::uint64_t>(kRawSend, bytes - done), MSG_NOSIGNAL);
         if (n <= 0) throw std::runtime_error("raw stream: send failed");
         done += static_cast<std::uint64_t>(n);
       }
@@ -166,7 +198,11 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
 
       begin = Clock::now();
       auto runs = plan::make_runs(source_order, target_order);
-      (*plane)->write({WriteId{round + 1}, address, {Token{1, 1}, false}, 1, {CopyGroup{{lane}, std::move(*runs)}}});
+      (*plane)->write({WriteId{round + 1},
+                       address,
+                       {Token{1, 1}, false},
+                       1,
+                       {CopyGroup{{lane}, std::move(*runs)}}});
       std::vector<Completion> completions;
       while (completions.empty()) {
         pollfd fd{(*plane)->ready_fd(), POLLIN, 0};
@@ -177,7 +213,8 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
       if (!completions[0].status.ok()) throw std::runtime_error(completions[0].status.to_string());
       target.send(Json{{"verify", round}}.dump());
       const auto verdict = target.wait_line(kTimeoutMs);
-      if (!verdict || Json::parse(*verdict)["wrong"] != 0) throw std::runtime_error("wrong bytes: " + verdict.value_or("no answer"));
+      if (!verdict || Json::parse(*verdict)["wrong"] != 0)
+        throw std::runtime_error("wrong bytes: " + verdict.value_or("no answer"));
       if (round == 0) continue;
       ours.push_back(our_speed);
       theirs.push_back(raw_speed);
@@ -185,7 +222,9 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
     close(raw);
     munmap(memory, bytes);
     figures.push_back({"plane.tcp." + row_name(row), median(ours), "GB/s", median(theirs)});
-    fmt::print("plane tcp, rows of {}: {:.2f} GB/s; one raw stream {:.2f} GB/s; {:.0f} %\n", row, figures.back().value, figures.back().baseline, figures.back().value / figures.back().baseline * 100);
+    fmt::print("plane tcp, rows of {}: {:.2f} GB/s; one raw stream {:.2f} GB/s; {:.0f} %\n", row,
+               figures.back().value, figures.back().baseline,
+               figures.back().value / figures.back().baseline * 100);
     std::fflush(stdout);
   }
 }
@@ -213,17 +252,23 @@ int run_bench_target() {
   KernelEntropy entropy;
   auto plane = data::TcpPlane::create({}, settings, entropy);
   if (!plane.ok()) return 1;
-  GrantGroup group{std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{{reinterpret_cast<std::uint64_t>(memory), item, item, pages}}), {}};
+  GrantGroup group{std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{
+                       {reinterpret_cast<std::uint64_t>(memory), item, item, pages}}),
+                   {}};
   for (std::uint32_t i = 0; i < pages; ++i) group.items.push_back(i);
   if (!(*plane)->grant({GrantId{1}, Token{1, 1}, false, {group}}).ok()) return 1;
 
-  // The raw stream: read into a cache-sized buffer and dropped; one byte back when a whole round is there.
+  // The raw stream: read into a cache-sized buffer and dropped; one byte back when a whole round is
+  // there.
   const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in at{};
   at.sin_family = AF_INET;
   at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof at;
-  if (bind(listener, reinterpret_cast<sockaddr*>(&at), sizeof at) != 0 || listen(listener, 1) != 0 || getsockname(listener, reinterpret_cast<sockaddr*>(&at), &size) != 0) return 1;
+  if (bind(listener, reinterpret_cast<sockaddr*>(&at), sizeof at) != 0 ||
+      listen(listener, 1) != 0 ||
+      getsockname(listener, reinterpret_cast<sockaddr*>(&at), &size) != 0)
+    return 1;
   std::thread raw([&] {
     const int fd = accept(listener, nullptr, nullptr);
     std::vector<char> buffer(kRawSend);
@@ -242,7 +287,9 @@ int run_bench_target() {
     const std::string text = json.dump() + "\n";
     (void)!write(1, text.data(), text.size());
   };
-  say({{"plane", (*plane)->address()}, {"base", reinterpret_cast<std::uint64_t>(memory)}, {"raw_port", ntohs(at.sin_port)}});
+  say({{"plane", (*plane)->address()},
+       {"base", reinterpret_cast<std::uint64_t>(memory)},
+       {"raw_port", ntohs(at.sin_port)}});
   const auto order = shuffled(pages, 12);
   while (read_line()) {
     const std::uint64_t round = Json::parse(line)["verify"];
@@ -252,7 +299,8 @@ int run_bench_target() {
       for (std::uint32_t r = 0; r < kRowsPerPage; ++r) {
         std::uint8_t* begin = page + std::uint64_t{r} * row * kTargetSpread;
         wrong += count_wrong(begin, row, row_place(i, r, round));
-        for (std::uint64_t b = row; b < std::uint64_t{row} * kTargetSpread; ++b) wrong += begin[b] != kPoison ? 1 : 0;
+        for (std::uint64_t b = row; b < std::uint64_t{row} * kTargetSpread; ++b)
+          wrong += begin[b] != kPoison ? 1 : 0;
         std::memset(begin, kPoison, row);
       }
     }
@@ -265,15 +313,25 @@ int run_bench_target() {
 }
 
 void add_bench_options(CLI::App& app, BenchOptions& options) {
-  app.add_option("what", options.what, "planner, plane; nothing: both")->check(CLI::IsMember({"planner", "plane"}));
-  app.add_option("--rows", options.rows, "row sizes of the plane bench, bytes")->check(CLI::Range(1U, 1U << 24))->capture_default_str();
-  app.add_option("--pairs", options.pairs, "alternating pairs that are measured")->check(CLI::Range(1U, 1000U))->capture_default_str();
-  app.add_option("--mebibytes", options.mebibytes, "payload of one round")->check(CLI::Range(16U, 4096U))->capture_default_str();
+  app.add_option("what", options.what, "planner, plane; nothing: both")
+      ->check(CLI::IsMember({"planner", "plane"}));
+  app.add_option("--rows", options.rows, "row sizes of the plane bench, bytes")
+      ->check(CLI::Range(1U, 1U << 24))
+      ->capture_default_str();
+  app.add_option("--pairs", options.pairs, "alternating pairs that are measured")
+      ->check(CLI::Range(1U, 1000U))
+      ->capture_default_str();
+  app.add_option("--mebibytes", options.mebibytes, "payload of one round")
+      ->check(CLI::Range(16U, 4096U))
+      ->capture_default_str();
   app.add_option("--json", options.json, "write the figures to this file");
 }
 
 int run_bench(const BenchOptions& options) {
-  const auto wanted = [&](const char* name) { return options.what.empty() || std::find(options.what.begin(), options.what.end(), name) != options.what.end(); };
+  const auto wanted = [&](const char* name) {
+    return options.what.empty() ||
+           std::find(options.what.begin(), options.what.end(), name) != options.what.end();
+  };
   utsname machine{};
   uname(&machine);
   std::string cpu = "unknown processor";
@@ -284,7 +342,8 @@ int run_bench(const BenchOptions& options) {
       break;
     }
   }
-  fmt::print("machine: {}, {} cores, {} {}\n", cpu, std::thread::hardware_concurrency(), machine.sysname, machine.release);
+  fmt::print("machine: {}, {} cores, {} {}\n", cpu, std::thread::hardware_concurrency(),
+             machine.sysname, machine.release);
   std::vector<Figure> figures;
   try {
     if (wanted("planner")) bench_planner(options, figures);
@@ -295,7 +354,12 @@ int run_bench(const BenchOptions& options) {
   }
   if (!options.json.empty()) {
     Json list = Json::array();
-    for (const Figure& f : figures) list.push_back({{"name", f.name}, {"value", f.value}, {"unit", f.unit}, {"baseline", f.baseline}, {"ratio", f.value / f.baseline}});
+    for (const Figure& f : figures)
+      list.push_back({{"name", f.name},
+                      {"value", f.value},
+                      {"unit", f.unit},
+                      {"baseline", f.baseline},
+                      {"ratio", f.value / f.baseline}});
     std::ofstream file(options.json);
     file << list.dump(2) << "\n";
     if (!file) {

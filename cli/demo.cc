@@ -32,14 +32,20 @@ namespace {
 using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint64_t kPoolBytes = 1500000000;  // of all ranks of a decode instance, where prefixes are held
+constexpr std::uint64_t kPoolBytes =
+    1500000000;  // of all ranks of a decode instance, where prefixes are held
 constexpr int kStartTimeoutMs = 60000;
 constexpr std::size_t kBaselineBytes = 256 << 20;
 
 volatile sig_atomic_t interrupted = 0;
-void on_interrupt(int) { interrupted = 1; }
+void on_interrupt(int) {
+  interrupted = 1;
+}
 
-std::int64_t monotonic_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
+std::int64_t monotonic_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+      .count();
+}
 
 // One big memcpy, the best of three, in GB/s.
 double raw_copy_speed() {
@@ -61,7 +67,8 @@ class Pool {
   Pool(std::uint32_t pages, std::uint32_t aux_rows, std::uint64_t seed) {
     for (std::uint32_t i = 0; i < pages; ++i) free_.push_back(static_cast<PageIndex>(i));
     Random random(seed);
-    for (std::size_t i = free_.size(); i > 1; --i) std::swap(free_[i - 1], free_[random.below(i)]);  // fragmented, as a used one is
+    for (std::size_t i = free_.size(); i > 1; --i)
+      std::swap(free_[i - 1], free_[random.below(i)]);  // fragmented, as a used one is
     for (std::uint32_t i = 0; i < aux_rows; ++i) rows_.push_back(i);
   }
   // Leading pages of the chain that are held; they stay until unpin().
@@ -80,7 +87,8 @@ class Pool {
     for (std::size_t i = 0; i < count; ++i) --held_.at(chain[i]).pins;
   }
   // `evicted`: pages whose prefix was dropped to make room.
-  bool take(std::size_t count, std::vector<PageIndex>& pages, std::uint32_t& row, std::vector<PageIndex>& evicted) {
+  bool take(std::size_t count, std::vector<PageIndex>& pages, std::uint32_t& row,
+            std::vector<PageIndex>& evicted) {
     if (rows_.empty()) return false;
     for (auto it = order_.begin(); free_.size() < count && it != order_.end();) {
       const std::uint64_t key = *it;
@@ -124,16 +132,23 @@ class Pool {
 
 class Demo {
  public:
-  Demo(const DemoOptions& options, plan::Geometry geometry, Workload workload) : o_(options), geometry_(std::move(geometry)), workload_(std::move(workload)) {}
+  Demo(const DemoOptions& options, plan::Geometry geometry, Workload workload)
+      : o_(options), geometry_(std::move(geometry)), workload_(std::move(workload)) {}
 
   int run() {
     const bool terminal = isatty(1) == 1;
     baseline_ = raw_copy_speed();
     size_pools();
-    fmt::print("model {}: {} layers, {}, {} bytes a token; page size {}\n", geometry_.name, geometry_.layers,
-               geometry_.attention.mla ? "latent KV" : fmt::format("{} KV heads", geometry_.kv_heads), bytes_per_token(geometry_), o_.page_size);
-    fmt::print("prefill tp={} pp={} dp={}  ->  decode tp={} pp={} dp={}, plane {}, codec {}\n", o_.prefill.tp, o_.prefill.pp, o_.prefill.dp, o_.decode.tp, o_.decode.pp, o_.decode.dp, o_.plane, o_.codec);
-    fmt::print("{} requests, token counts divided by {:.4g}, blocks of {} tokens\n", workload_.requests.size(), workload_.scale, workload_.block_tokens);
+    fmt::print(
+        "model {}: {} layers, {}, {} bytes a token; page size {}\n", geometry_.name,
+        geometry_.layers,
+        geometry_.attention.mla ? "latent KV" : fmt::format("{} KV heads", geometry_.kv_heads),
+        bytes_per_token(geometry_), o_.page_size);
+    fmt::print("prefill tp={} pp={} dp={}  ->  decode tp={} pp={} dp={}, plane {}, codec {}\n",
+               o_.prefill.tp, o_.prefill.pp, o_.prefill.dp, o_.decode.tp, o_.decode.pp,
+               o_.decode.dp, o_.plane, o_.codec);
+    fmt::print("{} requests, token counts divided by {:.4g}, blocks of {} tokens\n",
+               workload_.requests.size(), workload_.scale, workload_.block_tokens);
     std::fflush(stdout);
     if (!start_processes()) return interrupted != 0 ? kExitInterrupted : kExitWrong;
     const auto begin = Clock::now();
@@ -162,13 +177,18 @@ class Demo {
     bool failed = false;
   };
 
-  std::uint64_t pages_of(const Request& request) const { return (request.tokens + o_.page_size - 1) / o_.page_size; }
+  std::uint64_t pages_of(const Request& request) const {
+    return (request.tokens + o_.page_size - 1) / o_.page_size;
+  }
 
   // What one decode rank holds of a token, from the model alone.
   std::uint64_t rank_token_bytes(std::uint32_t tp, std::uint32_t pp) const {
-    const std::uint64_t layers = geometry_.layers / o_.decode.pp + (pp < geometry_.layers % o_.decode.pp ? 1 : 0);
+    const std::uint64_t layers =
+        geometry_.layers / o_.decode.pp + (pp < geometry_.layers % o_.decode.pp ? 1 : 0);
     std::uint64_t heads = 1;
-    if (!geometry_.attention.mla && o_.decode.tp <= geometry_.kv_heads) heads = std::uint64_t{tp + 1} * geometry_.kv_heads / o_.decode.tp - std::uint64_t{tp} * geometry_.kv_heads / o_.decode.tp;
+    if (!geometry_.attention.mla && o_.decode.tp <= geometry_.kv_heads)
+      heads = std::uint64_t{tp + 1} * geometry_.kv_heads / o_.decode.tp -
+              std::uint64_t{tp} * geometry_.kv_heads / o_.decode.tp;
     return layers * heads * (geometry_.key_head_bytes + geometry_.value_head_bytes);
   }
   std::uint64_t group_token_bytes() const {
@@ -186,28 +206,56 @@ class Demo {
       all += pages_of(request);
     }
     const std::uint64_t least = largest * o_.concurrency + 8;
-    const std::uint64_t fits = kPoolBytes / std::max<std::uint64_t>(1, group_token_bytes() * o_.page_size) / o_.decode.dp;
-    decode_pages_ = static_cast<std::uint32_t>(std::min(std::max(least, fits), std::max(least, all + 8)));
+    const std::uint64_t fits =
+        kPoolBytes / std::max<std::uint64_t>(1, group_token_bytes() * o_.page_size) / o_.decode.dp;
+    decode_pages_ =
+        static_cast<std::uint32_t>(std::min(std::max(least, fits), std::max(least, all + 8)));
     prefill_pages_ = static_cast<std::uint32_t>(least);
-    for (std::uint32_t i = 0; i < o_.decode.dp; ++i) decode_pools_.emplace_back(decode_pages_ - 1, o_.concurrency + 1, 100 + i);  // the last page is never used
-    for (std::uint32_t i = 0; i < o_.prefill.dp; ++i) prefill_pools_.emplace_back(prefill_pages_, o_.concurrency + 1, 200 + i);
+    for (std::uint32_t i = 0; i < o_.decode.dp; ++i)
+      decode_pools_.emplace_back(decode_pages_ - 1, o_.concurrency + 1,
+                                 100 + i);  // the last page is never used
+    for (std::uint32_t i = 0; i < o_.prefill.dp; ++i)
+      prefill_pools_.emplace_back(prefill_pages_, o_.concurrency + 1, 200 + i);
   }
 
   bool start_processes() {
-    server_ = std::make_unique<Child>(std::vector<std::string>{"bootstrap", "--host", "127.0.0.1", "--port", "0"});
+    server_ = std::make_unique<Child>(
+        std::vector<std::string>{"bootstrap", "--host", "127.0.0.1", "--port", "0"});
     const auto line = server_->wait_line(kStartTimeoutMs);
-    if (!line || line->rfind(':') == std::string::npos) return complain("the bootstrap server did not start");
+    if (!line || line->rfind(':') == std::string::npos)
+      return complain("the bootstrap server did not start");
     const auto port = parse_int<std::uint16_t>(line->substr(line->rfind(':') + 1));
     if (!port) return complain("the bootstrap server said: " + *line);
-    const auto start = [&](bool prefill, const Cut& cut, std::uint32_t dp, std::uint32_t tp, std::uint32_t pp) {
-      RankProcess rank{.prefill = prefill, .dp = dp, .tp = tp, .pp = pp, .child = std::make_unique<Child>(std::vector<std::string>{"demo-rank"})};
+    const auto start = [&](bool prefill, const Cut& cut, std::uint32_t dp, std::uint32_t tp,
+                           std::uint32_t pp) {
+      RankProcess rank{.prefill = prefill,
+                       .dp = dp,
+                       .tp = tp,
+                       .pp = pp,
+                       .child = std::make_unique<Child>(std::vector<std::string>{"demo-rank"})};
       // A decode DP group is an instance of its own; prefill groups register with one server.
-      const Json config = {{"role", prefill ? "prefill" : "decode"}, {"tp_rank", tp}, {"tp_size", cut.tp}, {"pp_rank", pp}, {"pp_size", cut.pp}, {"dp_rank", prefill ? dp : 0},
-                           {"dp_size", prefill ? cut.dp : 1}, {"layers", geometry_.layers}, {"mla", geometry_.attention.mla}, {"kv_heads", geometry_.kv_heads},
-                           {"key_head_bytes", geometry_.key_head_bytes}, {"value_head_bytes", geometry_.value_head_bytes}, {"aux_bytes", geometry_.aux_bytes},
-                           {"page_tokens", o_.page_size}, {"block_tokens", workload_.block_tokens}, {"pool_pages", prefill ? prefill_pages_ : decode_pages_},
-                           {"aux_rows", o_.concurrency + 1}, {"bootstrap_port", *port}, {"plane", o_.plane}, {"codec", o_.codec},
-                           {"sabotage", !prefill && dp == 0 && tp == 0 && pp == 0 ? o_.sabotage : ""}};
+      const Json config = {
+          {"role", prefill ? "prefill" : "decode"},
+          {"tp_rank", tp},
+          {"tp_size", cut.tp},
+          {"pp_rank", pp},
+          {"pp_size", cut.pp},
+          {"dp_rank", prefill ? dp : 0},
+          {"dp_size", prefill ? cut.dp : 1},
+          {"layers", geometry_.layers},
+          {"mla", geometry_.attention.mla},
+          {"kv_heads", geometry_.kv_heads},
+          {"key_head_bytes", geometry_.key_head_bytes},
+          {"value_head_bytes", geometry_.value_head_bytes},
+          {"aux_bytes", geometry_.aux_bytes},
+          {"page_tokens", o_.page_size},
+          {"block_tokens", workload_.block_tokens},
+          {"pool_pages", prefill ? prefill_pages_ : decode_pages_},
+          {"aux_rows", o_.concurrency + 1},
+          {"bootstrap_port", *port},
+          {"plane", o_.plane},
+          {"codec", o_.codec},
+          {"sabotage", !prefill && dp == 0 && tp == 0 && pp == 0 ? o_.sabotage : ""}};
       rank.child->send(config.dump());
       ranks_.push_back(std::move(rank));
     };
@@ -221,7 +269,10 @@ class Demo {
         for (std::uint32_t pp = 0; pp < o_.decode.pp; ++pp) start(false, o_.decode, dp, tp, pp);
       }
     }
-    return pump([this] { return std::all_of(ranks_.begin(), ranks_.end(), [](const RankProcess& r) { return r.ready; }); });
+    return pump([this] {
+      return std::all_of(ranks_.begin(), ranks_.end(),
+                         [](const RankProcess& r) { return r.ready; });
+    });
   }
 
   static bool complain(const std::string& why) {
@@ -235,14 +286,16 @@ class Demo {
     while (!condition()) {
       if (interrupted != 0) return complain("interrupted");
       std::vector<pollfd> fds;
-      for (const RankProcess& rank : ranks_) fds.push_back({rank.child->fd(), static_cast<short>(rank.finished ? 0 : POLLIN), 0});
+      for (const RankProcess& rank : ranks_)
+        fds.push_back({rank.child->fd(), static_cast<short>(rank.finished ? 0 : POLLIN), 0});
       int timeout = 1000;
       if (until_ns > 0) {
         const std::int64_t left = (until_ns - monotonic_ns()) / 1000000;
         if (left <= 0) return true;
         timeout = static_cast<int>(std::min<std::int64_t>(left + 1, 1000));
       }
-      if (::poll(fds.data(), fds.size(), timeout) < 0 && errno != EINTR) return complain("poll failed");
+      if (::poll(fds.data(), fds.size(), timeout) < 0 && errno != EINTR)
+        return complain("poll failed");
       for (std::size_t i = 0; i < ranks_.size(); ++i) {
         if (ranks_[i].finished) continue;
         bool ended = false;
@@ -251,7 +304,10 @@ class Demo {
           if (event.is_discarded()) return complain("a rank said: " + line);
           if (!on_event(ranks_[i], event)) return false;
         }
-        if (ended && !ranks_[i].finished) return complain(fmt::format("{} tp{} pp{} dp{} ended before its time", ranks_[i].prefill ? "prefill" : "decode", ranks_[i].tp, ranks_[i].pp, ranks_[i].dp));
+        if (ended && !ranks_[i].finished)
+          return complain(fmt::format("{} tp{} pp{} dp{} ended before its time",
+                                      ranks_[i].prefill ? "prefill" : "decode", ranks_[i].tp,
+                                      ranks_[i].pp, ranks_[i].dp));
       }
     }
     return true;
@@ -273,7 +329,8 @@ class Demo {
     Active& a = active_.at(event["req"]);
     const auto note_failure = [&] {
       if (event["ok"].get<bool>()) return;
-      if (!a.failed) complain(fmt::format("request {}: {}", a.number, event["why"].get<std::string>()));
+      if (!a.failed)
+        complain(fmt::format("request {}: {}", a.number, event["why"].get<std::string>()));
       a.failed = true;
     };
     if (what == "filled" || what == "lent") {
@@ -318,7 +375,8 @@ class Demo {
       Fnv hash;
       std::uint64_t hashed = 0;
       for (std::uint64_t page = 0; (page + 1) * o_.page_size <= request.tokens; ++page) {
-        const std::uint64_t last_block = std::min<std::uint64_t>(((page + 1) * o_.page_size - 1) / workload_.block_tokens, request.block_ids.size() - 1);
+        const std::uint64_t last_block = std::min<std::uint64_t>(
+            ((page + 1) * o_.page_size - 1) / workload_.block_tokens, request.block_ids.size() - 1);
         for (; hashed <= last_block; ++hashed) hash.add(request.block_ids[hashed]);
         Fnv key = hash;
         key.add(page);
@@ -338,20 +396,40 @@ class Demo {
     release(a.decode_group, evicted);
     if (!prefill.take(pages - a.held, a.prefill_pages, a.prefill_row, none)) {
       decode.unpin(a.chain, a.held);
-      for (std::size_t i = a.held; i < a.decode_pages.size(); ++i) decode.give_page(a.decode_pages[i]);
+      for (std::size_t i = a.held; i < a.decode_pages.size(); ++i)
+        decode.give_page(a.decode_pages[i]);
       decode.give_row(a.decode_row);
       return false;
     }
-    const std::uint32_t senders = o_.prefill.tp * o_.prefill.pp, receivers = o_.decode.tp * o_.decode.pp;
+    const std::uint32_t senders = o_.prefill.tp * o_.prefill.pp,
+                        receivers = o_.decode.tp * o_.decode.pp;
     a.waits_prepared = senders + receivers;
     a.waits_sent = senders;
     a.waits_done = a.waits_verified = receivers;
     const Json content = request.block_ids;
     each_rank(false, a.decode_group, [&](RankProcess& rank) {
-      rank.child->send(Json{{"cmd", "lend"}, {"req", number}, {"room", room}, {"pages", a.decode_pages}, {"new_begin", a.held}, {"aux_row", a.decode_row}, {"tokens", request.tokens}, {"block_ids", content}}.dump());
+      rank.child->send(Json{
+          {"cmd", "lend"},
+          {"req", number},
+          {"room", room},
+          {"pages", a.decode_pages},
+          {"new_begin", a.held},
+          {"aux_row", a.decode_row},
+          {"tokens", request.tokens},
+          {"block_ids",
+           content}}.dump());
     });
     each_rank(true, a.prefill_group, [&](RankProcess& rank) {
-      rank.child->send(Json{{"cmd", "fill"}, {"req", number}, {"room", room}, {"pages", a.prefill_pages}, {"first_page", a.held}, {"aux_row", a.prefill_row}, {"tokens", request.tokens}, {"block_ids", content}}.dump());
+      rank.child->send(Json{
+          {"cmd", "fill"},
+          {"req", number},
+          {"room", room},
+          {"pages", a.prefill_pages},
+          {"first_page", a.held},
+          {"aux_row", a.prefill_row},
+          {"tokens", request.tokens},
+          {"block_ids",
+           content}}.dump());
     });
     // What must arrive, from the model and the request alone.
     std::uint64_t aux = 0;
@@ -364,12 +442,16 @@ class Demo {
 
   void go(Active& a) {
     a.went = a.arrived = monotonic_ns();
-    each_rank(true, a.prefill_group, [&](RankProcess& rank) { rank.child->send(Json{{"cmd", "go"}, {"req", a.number}}.dump()); });
+    each_rank(true, a.prefill_group, [&](RankProcess& rank) {
+      rank.child->send(Json{{"cmd", "go"}, {"req", a.number}}.dump());
+    });
   }
 
   void release(std::uint32_t group, const std::vector<PageIndex>& pages) {
     if (pages.empty()) return;
-    each_rank(false, group, [&](RankProcess& rank) { rank.child->send(Json{{"cmd", "release"}, {"pages", pages}}.dump()); });
+    each_rank(false, group, [&](RankProcess& rank) {
+      rank.child->send(Json{{"cmd", "release"}, {"pages", pages}}.dump());
+    });
   }
 
   void end(Active& a) {
@@ -399,14 +481,18 @@ class Demo {
       std::int64_t until = 0;
       while (next < total && active_.size() < o_.concurrency) {
         if (o_.speed > 0) {
-          const std::int64_t due = start + static_cast<std::int64_t>((workload_.requests[next].arrival_ms - workload_.requests[0].arrival_ms) * 1e6 / o_.speed);
+          const std::int64_t due =
+              start + static_cast<std::int64_t>(
+                          (workload_.requests[next].arrival_ms - workload_.requests[0].arrival_ms) *
+                          1e6 / o_.speed);
           if (monotonic_ns() < due) {
             until = due;
             break;
           }
         }
         if (!begin(next)) {
-          if (active_.empty()) return complain(fmt::format("request {} needs more pages than the pool has", next));
+          if (active_.empty())
+            return complain(fmt::format("request {} needs more pages than the pool has", next));
           break;
         }
         ++next;
@@ -415,11 +501,13 @@ class Demo {
       if (!pump([&] { return ended_ > before; }, until)) return false;
       const std::size_t percent = ended_ * 100 / total;
       if (terminal) {
-        fmt::print("\r[{:<40}] {}/{} rooms, {:.2f} GB ", std::string(percent * 40 / 100, '='), ended_, total, static_cast<double>(bytes_) / 1e9);
+        fmt::print("\r[{:<40}] {}/{} rooms, {:.2f} GB ", std::string(percent * 40 / 100, '='),
+                   ended_, total, static_cast<double>(bytes_) / 1e9);
         std::fflush(stdout);
       } else if (percent / 10 > shown) {
         shown = percent / 10;
-        fmt::print("{:3}%  {}/{} rooms, {:.2f} GB\n", percent, ended_, total, static_cast<double>(bytes_) / 1e9);
+        fmt::print("{:3}%  {}/{} rooms, {:.2f} GB\n", percent, ended_, total,
+                   static_cast<double>(bytes_) / 1e9);
         std::fflush(stdout);
       }
     }
@@ -429,7 +517,11 @@ class Demo {
 
   bool finish() {
     for (RankProcess& rank : ranks_) rank.child->send(Json{{"cmd", "finish"}}.dump());
-    if (!pump([this] { return std::all_of(ranks_.begin(), ranks_.end(), [](const RankProcess& r) { return r.finished; }); })) return false;
+    if (!pump([this] {
+          return std::all_of(ranks_.begin(), ranks_.end(),
+                             [](const RankProcess& r) { return r.finished; });
+        }))
+      return false;
     for (RankProcess& rank : ranks_) rank.child->finish();
     return true;
   }
@@ -443,7 +535,11 @@ class Demo {
       reach = std::max(reach, to);
     }
     std::sort(latencies_us_.begin(), latencies_us_.end());
-    const auto percentile = [&](double p) { return latencies_us_.empty() ? 0.0 : latencies_us_[static_cast<std::size_t>(p * static_cast<double>(latencies_us_.size() - 1))]; };
+    const auto percentile = [&](double p) {
+      return latencies_us_.empty() ? 0.0
+                                   : latencies_us_[static_cast<std::size_t>(
+                                         p * static_cast<double>(latencies_us_.size() - 1))];
+    };
     const double gigabytes = static_cast<double>(bytes_) / 1e9;
     const double speed = busy_ns > 0 ? gigabytes / (static_cast<double>(busy_ns) / 1e9) : 0;
     const double cpu = gigabytes > 0 ? cpu_seconds_ / gigabytes : 0;
@@ -454,10 +550,16 @@ class Demo {
     fmt::print("{:<26}{}\n", "prefix bytes skipped", skipped_);
     fmt::print("{:<26}{}\n", "wrong bytes", wrong_);
     fmt::print("{:<26}{}\n", "stray bytes", stray_);
-    fmt::print("{:<26}{:.2f} GB/s while rooms were under way ({:.1f} s of {:.1f} s; the rest fills and verifies)\n", "speed", speed, static_cast<double>(busy_ns) / 1e9, seconds_);
-    fmt::print("{:<26}p50 {:.0f} us, p99 {:.0f} us\n", "room latency", percentile(0.5), percentile(0.99));
-    fmt::print("{:<26}{:.2f} (all ranks, without filling and verifying)\n", "CPU seconds per GB", cpu);
-    fmt::print("{:<26}{:.1f} GB/s; this run reached {:.0f} %\n", "raw copy, one thread", baseline_, speed / baseline_ * 100);
+    fmt::print(
+        "{:<26}{:.2f} GB/s while rooms were under way ({:.1f} s of {:.1f} s; the rest fills and "
+        "verifies)\n",
+        "speed", speed, static_cast<double>(busy_ns) / 1e9, seconds_);
+    fmt::print("{:<26}p50 {:.0f} us, p99 {:.0f} us\n", "room latency", percentile(0.5),
+               percentile(0.99));
+    fmt::print("{:<26}{:.2f} (all ranks, without filling and verifying)\n", "CPU seconds per GB",
+               cpu);
+    fmt::print("{:<26}{:.1f} GB/s; this run reached {:.0f} %\n", "raw copy, one thread", baseline_,
+               speed / baseline_ * 100);
     // Reference peers elect no writer: several prefill ranks may write the same aux row.
     const bool all_there = o_.codec == "native" ? bytes_ == expected_ : bytes_ >= expected_;
     const bool right = failed_ == 0 && wrong_ == 0 && stray_ == 0 && all_there;
@@ -465,10 +567,22 @@ class Demo {
     std::fflush(stdout);
     if (!o_.json.empty()) {
       std::ofstream file(o_.json);
-      file << Json{{"requests", workload_.requests.size()}, {"rooms", ended_}, {"failed_rooms", failed_}, {"bytes", bytes_}, {"expected_bytes", expected_},
-                   {"prefix_bytes_skipped", skipped_}, {"wrong_bytes", wrong_}, {"stray_bytes", stray_}, {"scale", workload_.scale}, {"seconds", seconds_},
-                   {"gigabytes_per_second", speed}, {"room_latency_us", {{"p50", percentile(0.5)}, {"p99", percentile(0.99)}}}, {"cpu_seconds_per_gigabyte", cpu},
-                   {"baseline_gigabytes_per_second", baseline_}}.dump(2) << "\n";
+      file << Json{{"requests", workload_.requests.size()},
+                   {"rooms", ended_},
+                   {"failed_rooms", failed_},
+                   {"bytes", bytes_},
+                   {"expected_bytes", expected_},
+                   {"prefix_bytes_skipped", skipped_},
+                   {"wrong_bytes", wrong_},
+                   {"stray_bytes", stray_},
+                   {"scale", workload_.scale},
+                   {"seconds", seconds_},
+                   {"gigabytes_per_second", speed},
+                   {"room_latency_us", {{"p50", percentile(0.5)}, {"p99", percentile(0.99)}}},
+                   {"cpu_seconds_per_gigabyte", cpu},
+                   {"baseline_gigabytes_per_second", baseline_}}
+                  .dump(2)
+           << "\n";
       if (!file) {
         complain(fmt::format("cannot write {}", o_.json));
         return kExitUsage;
@@ -502,10 +616,13 @@ Result<Cut> parse_cut(const std::string& text) {
     const std::string_view part = rest.substr(0, end);
     rest.remove_prefix(std::min(end + 1, rest.size()));
     const auto equals = part.find('=');
-    const auto value = equals == std::string_view::npos ? std::nullopt : parse_int<std::uint32_t>(part.substr(equals + 1));
+    const auto value = equals == std::string_view::npos
+                           ? std::nullopt
+                           : parse_int<std::uint32_t>(part.substr(equals + 1));
     const std::string_view name = part.substr(0, equals);
     if (!value || *value == 0 || *value > 64 || (name != "tp" && name != "pp" && name != "dp")) {
-      return Status(Code::kInvalidArgument, fmt::format("'{}': expected tp=N, pp=N or dp=N with N from 1 to 64", part));
+      return Status(Code::kInvalidArgument,
+                    fmt::format("'{}': expected tp=N, pp=N or dp=N with N from 1 to 64", part));
     }
     (name == "tp" ? cut.tp : name == "pp" ? cut.pp : cut.dp) = *value;
   }
@@ -519,15 +636,30 @@ int run_demo(const DemoOptions& options) {
   };
   auto geometry = load_model(options.model);
   if (!geometry.ok()) return usage(geometry.status());
-  if (options.plane != "tcp") return usage(Status(Code::kInvalidArgument, fmt::format("plane '{}' is not there (tcp)", options.plane)));
-  const auto mapping = plan::map_ranks({.tp_rank = 0, .tp_size = options.decode.tp, .pp_rank = 0, .pp_size = options.decode.pp}, geometry->attention,
-                                       {.tp_size = options.prefill.tp, .pp_size = options.prefill.pp, .cp_size = 1, .dp_size = options.prefill.dp}, false);
+  if (options.plane != "tcp")
+    return usage(Status(Code::kInvalidArgument,
+                        fmt::format("plane '{}' is not there (tcp)", options.plane)));
+  const auto mapping = plan::map_ranks(
+      {.tp_rank = 0, .tp_size = options.decode.tp, .pp_rank = 0, .pp_size = options.decode.pp},
+      geometry->attention,
+      {.tp_size = options.prefill.tp,
+       .pp_size = options.prefill.pp,
+       .cp_size = 1,
+       .dp_size = options.prefill.dp},
+      false);
   if (!mapping.ok()) return usage(mapping.status());
-  if (options.prefill.pp > geometry->layers || options.decode.pp > geometry->layers) return usage(Status(Code::kInvalidArgument, fmt::format("more pipeline stages than the {} layers", geometry->layers)));
+  if (options.prefill.pp > geometry->layers || options.decode.pp > geometry->layers)
+    return usage(Status(Code::kInvalidArgument,
+                        fmt::format("more pipeline stages than the {} layers", geometry->layers)));
   std::uint64_t copies = 1;  // decode ranks that hold the same bytes
   if (geometry->attention.mla) copies = options.decode.tp;
-  if (!geometry->attention.mla && options.decode.tp > geometry->kv_heads) copies = options.decode.tp / geometry->kv_heads;
-  auto workload = make_workload({.trace = options.trace, .requests = options.requests, .tokens = options.tokens, .scale = options.scale, .bytes_per_token = bytes_per_token(*geometry) * copies});
+  if (!geometry->attention.mla && options.decode.tp > geometry->kv_heads)
+    copies = options.decode.tp / geometry->kv_heads;
+  auto workload = make_workload({.trace = options.trace,
+                                 .requests = options.requests,
+                                 .tokens = options.tokens,
+                                 .scale = options.scale,
+                                 .bytes_per_token = bytes_per_token(*geometry) * copies});
   if (!workload.ok()) return usage(workload.status());
   struct sigaction action {};
   action.sa_handler = on_interrupt;

@@ -41,7 +41,9 @@ double thread_cpu() {
 double process_cpu() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& t) { return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6; };
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+  };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
@@ -58,9 +60,10 @@ void say(const Json& json) {
 // A request as this rank sees it.
 struct Job {
   std::size_t number = 0;
-  std::vector<PageIndex> pages;    // of the whole prompt (decode) or of what is sent (prefill)
-  std::uint64_t first_page = 0;    // prefill: page of the prompt that pages[0] is
-  std::uint64_t new_begin = 0;     // decode: pages[new_begin..] are lent, those before are held already
+  std::vector<PageIndex> pages;  // of the whole prompt (decode) or of what is sent (prefill)
+  std::uint64_t first_page = 0;  // prefill: page of the prompt that pages[0] is
+  std::uint64_t new_begin =
+      0;  // decode: pages[new_begin..] are lent, those before are held already
   std::uint32_t aux_row = 0;
   Request request;
   Sender sender;
@@ -72,8 +75,14 @@ class Rank {
  public:
   explicit Rank(const Json& config) {
     prefill_ = config["role"] == "prefill";
-    place_ = {.tp_rank = config["tp_rank"], .tp_size = config["tp_size"], .pp_rank = config["pp_rank"], .pp_size = config["pp_size"], .cp_rank = 0, .cp_size = 1,
-              .dp_rank = config["dp_rank"], .dp_size = config["dp_size"]};
+    place_ = {.tp_rank = config["tp_rank"],
+              .tp_size = config["tp_size"],
+              .pp_rank = config["pp_rank"],
+              .pp_size = config["pp_size"],
+              .cp_rank = 0,
+              .cp_size = 1,
+              .dp_rank = config["dp_rank"],
+              .dp_size = config["dp_size"]};
     geometry_.layers = config["layers"];
     geometry_.attention.mla = config["mla"];
     geometry_.kv_heads = config["kv_heads"];
@@ -84,9 +93,11 @@ class Rank {
     block_tokens_ = config["block_tokens"];
     sabotage_ = config["sabotage"];
     bootstrap_ = {"127.0.0.1", config["bootstrap_port"].get<std::uint16_t>()};
-    layout_ = plan::layout_of_rank(geometry_, place_, page_tokens_, config["pool_pages"], config["aux_rows"]);
+    layout_ = plan::layout_of_rank(geometry_, place_, page_tokens_, config["pool_pages"],
+                                   config["aux_rows"]);
     bytes_ = plan::place_slabs(layout_, 0, 4096);
-    memory_ = static_cast<std::uint8_t*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    memory_ = static_cast<std::uint8_t*>(
+        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (memory_ == MAP_FAILED) fail(fmt::format("no memory for {} bytes of pages", bytes_));
     madvise(memory_, bytes_, MADV_HUGEPAGE);
     std::memset(memory_, kPoison, bytes_);
@@ -98,7 +109,8 @@ class Rank {
       o.total_kv_heads = geometry_.kv_heads;
       o.native = config["codec"] == "native";
       o.log_level = LogLevel::kError;
-      (void)apply_environment(o.settings, [](const char* name) -> const char* { return std::getenv(name); });
+      (void)apply_environment(o.settings,
+                              [](const char* name) -> const char* { return std::getenv(name); });
     };
     if (prefill_) {
       PrefillOptions o;
@@ -139,7 +151,9 @@ class Rank {
       job.sender = *sender;
       (void)job.sender.init(job.pages.size(), job.aux_row);
       const double before = thread_cpu();
-      for_each(job, job.first_page, [](std::uint8_t* at, std::size_t n, const PatternPlace& p) { fill_pattern(at, n, p); });
+      for_each(job, job.first_page, [](std::uint8_t* at, std::size_t n, const PatternPlace& p) {
+        fill_pattern(at, n, p);
+      });
       own_work_ += thread_cpu() - before;
       say({{"ev", "filled"}, {"req", job.number}});
     } else if (what == "go") {
@@ -157,15 +171,22 @@ class Rank {
       if (!receiver.ok()) fail(receiver.status().to_string());
       job.receiver = *receiver;
       (void)job.receiver.init();
-      const std::span<const PageIndex> lent = std::span<const PageIndex>(job.pages).subspan(job.new_begin);
-      if (const Status status = job.receiver.send_metadata(lent, job.aux_row, job.new_begin * page_tokens_); !status.ok()) job.receiver.abort(status.to_string());
+      const std::span<const PageIndex> lent =
+          std::span<const PageIndex>(job.pages).subspan(job.new_begin);
+      if (const Status status =
+              job.receiver.send_metadata(lent, job.aux_row, job.new_begin * page_tokens_);
+          !status.ok())
+        job.receiver.abort(status.to_string());
       say({{"ev", "lent"}, {"req", job.number}});
     } else if (what == "release") {
       const double before = thread_cpu();
       for (const PageIndex page : c["pages"].get<std::vector<PageIndex>>()) {
         owned_.erase(page);
         for (const Slab& slab : layout_.slabs) {
-          if (slab.component != Component::kAux) std::memset(reinterpret_cast<void*>(slab.base + static_cast<std::uint64_t>(page) * slab.item_stride), kPoison, slab.item_bytes);
+          if (slab.component != Component::kAux)
+            std::memset(reinterpret_cast<void*>(slab.base + static_cast<std::uint64_t>(page) *
+                                                                slab.item_stride),
+                        kPoison, slab.item_bytes);
         }
       }
       own_work_ += thread_cpu() - before;
@@ -208,25 +229,30 @@ class Rank {
   std::uint64_t content_of(const Job& job, std::uint64_t token) const {
     Workload one;
     if (job.request.block_ids.empty()) return 0x5EED0000ULL + job.number;
-    return job.request.block_ids[std::min<std::uint64_t>(token / block_tokens_, job.request.block_ids.size() - 1)];
+    return job.request.block_ids[std::min<std::uint64_t>(token / block_tokens_,
+                                                         job.request.block_ids.size() - 1)];
   }
 
-  // Visits every piece of the job's memory: f(address, bytes, what belongs there). `first_page` is the prompt's page of pages[0].
+  // Visits every piece of the job's memory: f(address, bytes, what belongs there). `first_page` is
+  // the prompt's page of pages[0].
   template <class F>
   void for_each(const Job& job, std::uint64_t first_page, F f) {
     for (const Slab& slab : layout_.slabs) {
       const auto kind = static_cast<std::uint32_t>(slab.component);
       if (slab.component == Component::kAux) {
-        f(reinterpret_cast<std::uint8_t*>(slab.base + job.aux_row * slab.item_stride), slab.item_bytes, PatternPlace{0x5EED0000ULL + job.number, kAuxKind, slab.layer, 0, 0});
+        f(reinterpret_cast<std::uint8_t*>(slab.base + job.aux_row * slab.item_stride),
+          slab.item_bytes, PatternPlace{0x5EED0000ULL + job.number, kAuxKind, slab.layer, 0, 0});
         continue;
       }
       for (std::size_t i = 0; i < job.pages.size(); ++i) {
-        auto* page = reinterpret_cast<std::uint8_t*>(slab.base + static_cast<std::uint64_t>(job.pages[i]) * slab.item_stride);
+        auto* page = reinterpret_cast<std::uint8_t*>(
+            slab.base + static_cast<std::uint64_t>(job.pages[i]) * slab.item_stride);
         for (std::uint32_t row = 0; row < slab.rows_per_item; ++row) {
           const std::uint64_t token = (first_page + i) * page_tokens_ + row;
           const std::uint64_t content = content_of(job, token);
           for (std::uint32_t h = 0; h < slab.head_count; ++h) {
-            f(page + row * slab.row_stride + h * slab.head_stride, slab.head_bytes, PatternPlace{content, kind, slab.layer, slab.head_begin + h, token});
+            f(page + row * slab.row_stride + h * slab.head_stride, slab.head_bytes,
+              PatternPlace{content, kind, slab.layer, slab.head_begin + h, token});
           }
         }
       }
@@ -236,7 +262,11 @@ class Rank {
   bool look_at_sender(Job& job) {
     const RoomState state = job.sender.poll();
     if (!is_terminal(state) || !job.sender.pages_reusable()) return false;
-    say({{"ev", "sent"}, {"req", job.number}, {"ok", state == RoomState::kSuccess}, {"bytes", job.sender.bytes_moved()}, {"why", job.sender.failure().status.to_string()}});
+    say({{"ev", "sent"},
+         {"req", job.number},
+         {"ok", state == RoomState::kSuccess},
+         {"bytes", job.sender.bytes_moved()},
+         {"why", job.sender.failure().status.to_string()}});
     job.sender.clear();
     return true;
   }
@@ -246,7 +276,11 @@ class Rank {
     if (!is_terminal(state)) return false;
     if (!job.ended) {
       job.ended = true;
-      say({{"ev", "done"}, {"req", job.number}, {"ok", state == RoomState::kSuccess}, {"t", monotonic_ns()}, {"why", job.receiver.failure().status.to_string()}});
+      say({{"ev", "done"},
+           {"req", job.number},
+           {"ok", state == RoomState::kSuccess},
+           {"t", monotonic_ns()},
+           {"why", job.receiver.failure().status.to_string()}});
     }
     if (!job.receiver.pages_reusable()) return false;
     job.receiver.clear();
@@ -260,7 +294,9 @@ class Rank {
       });
     }
     for (const Slab& slab : layout_.slabs) {
-      if (slab.component == Component::kAux) std::memset(reinterpret_cast<void*>(slab.base + job.aux_row * slab.item_stride), kPoison, slab.item_bytes);
+      if (slab.component == Component::kAux)
+        std::memset(reinterpret_cast<void*>(slab.base + job.aux_row * slab.item_stride), kPoison,
+                    slab.item_bytes);
     }
     own_work_ += thread_cpu() - before;
     say({{"ev", "verified"}, {"req", job.number}, {"wrong", wrong}, {"bytes", bytes}});
@@ -272,7 +308,10 @@ class Rank {
     if (sabotage_.empty() || sabotaged_ || job.new_begin == job.pages.size()) return;
     sabotaged_ = true;
     const Slab& slab = layout_.slabs.front();
-    const auto block = [&](PageIndex page) { return reinterpret_cast<std::uint8_t*>(slab.base + static_cast<std::uint64_t>(page) * slab.item_stride); };
+    const auto block = [&](PageIndex page) {
+      return reinterpret_cast<std::uint8_t*>(slab.base +
+                                             static_cast<std::uint64_t>(page) * slab.item_stride);
+    };
     std::uint8_t* at = block(job.pages[job.new_begin]);
     if (sabotage_ == "wrong") {
       for (std::uint64_t i = 0; i < slab.item_bytes; ++i) at[i] ^= 0xFF;
@@ -301,14 +340,18 @@ class Rank {
       };
       std::uint64_t end_of_last = reinterpret_cast<std::uint64_t>(memory_);
       for (const Slab& slab : layout_.slabs) {
-        scan(reinterpret_cast<const std::uint8_t*>(end_of_last), slab.base - end_of_last);  // between the pools
+        scan(reinterpret_cast<const std::uint8_t*>(end_of_last),
+             slab.base - end_of_last);  // between the pools
         for (std::uint32_t item = 0; item < slab.item_count; ++item) {
-          if (slab.component != Component::kAux && owned_.contains(static_cast<PageIndex>(item))) continue;
-          scan(reinterpret_cast<const std::uint8_t*>(slab.base + item * slab.item_stride), slab.item_bytes);
+          if (slab.component != Component::kAux && owned_.contains(static_cast<PageIndex>(item)))
+            continue;
+          scan(reinterpret_cast<const std::uint8_t*>(slab.base + item * slab.item_stride),
+               slab.item_bytes);
         }
         end_of_last = slab.base + slab.item_stride * slab.item_count;
       }
-      scan(reinterpret_cast<const std::uint8_t*>(end_of_last), reinterpret_cast<std::uint64_t>(memory_) + bytes_ - end_of_last);
+      scan(reinterpret_cast<const std::uint8_t*>(end_of_last),
+           reinterpret_cast<std::uint64_t>(memory_) + bytes_ - end_of_last);
     }
     prefill_endpoint_.reset();
     decode_endpoint_.reset();
@@ -349,7 +392,8 @@ int run_demo_rank() {
       if (n == 0) return 0;  // the coordinator has closed us
       if (n > 0) buffer.append(chunk, static_cast<std::size_t>(n));
       std::size_t begin = 0;
-      for (std::size_t end; (end = buffer.find('\n', begin)) != std::string::npos; begin = end + 1) {
+      for (std::size_t end; (end = buffer.find('\n', begin)) != std::string::npos;
+           begin = end + 1) {
         const Json line = Json::parse(buffer.substr(begin, end - begin));
         if (rank == nullptr) {
           rank = std::make_unique<Rank>(line);

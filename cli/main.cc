@@ -5,8 +5,8 @@
 #include <cstdio>
 #include <string>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include "cli/bench.h"
 #include "cli/demo.h"
@@ -21,7 +21,8 @@ namespace {
 
 Result<Settings> settings_from_environment() {
   Settings settings;
-  const Status status = apply_environment(settings, [](const char* name) -> const char* { return std::getenv(name); });
+  const Status status = apply_environment(
+      settings, [](const char* name) -> const char* { return std::getenv(name); });
   if (!status.ok()) return status;
   return settings;
 }
@@ -35,13 +36,15 @@ int run_bootstrap(const std::string& host, std::uint16_t port) {
   sigset_t signals;
   sigemptyset(&signals);
   for (const int signal_number : {SIGINT, SIGTERM}) sigaddset(&signals, signal_number);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // before the server's thread exists, so that it inherits the mask
+  pthread_sigmask(SIG_BLOCK, &signals,
+                  nullptr);  // before the server's thread exists, so that it inherits the mask
   auto server = BootstrapServer::create(host, port, *settings);
   if (!server.ok()) {
     fmt::print(stderr, "kvferry bootstrap: {}\n", server.status().message());
     return 1;
   }
-  fmt::print("bootstrap server listens on {}\n", Address{std::string(without_brackets(host)), (*server)->port()}.host_port());
+  fmt::print("bootstrap server listens on {}\n",
+             Address{std::string(without_brackets(host)), (*server)->port()}.host_port());
   std::fflush(stdout);
   int received = 0;
   sigwait(&signals, &received);
@@ -56,9 +59,11 @@ int run_config() {
   }
   const auto defaults = setting_rows(Settings{});
   const auto rows = setting_rows(*settings);
-  fmt::print("{:<27}{:<56}{:<6}{:<12}{:<12}{:<18}{}\n", "name", "environment", "unit", "default", "value", "range", "meaning");
+  fmt::print("{:<27}{:<56}{:<6}{:<12}{:<12}{:<18}{}\n", "name", "environment", "unit", "default",
+             "value", "range", "meaning");
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    fmt::print("{:<27}{:<56}{:<6}{:<12}{:<12}{:<18}{}\n", rows[i].name, rows[i].environment, rows[i].unit, defaults[i].value, rows[i].value, rows[i].range, rows[i].meaning);
+    fmt::print("{:<27}{:<56}{:<6}{:<12}{:<12}{:<18}{}\n", rows[i].name, rows[i].environment,
+               rows[i].unit, defaults[i].value, rows[i].value, rows[i].range, rows[i].meaning);
   }
   return 0;
 }
@@ -72,34 +77,66 @@ int run(int argc, char** argv) {
 
   DemoOptions demo;
   std::string prefill = "tp=2,pp=1,dp=1", decode = "tp=4", scale = "auto";
-  auto* demo_command = app.add_subcommand("demo", "move KV caches between real processes and verify every byte");
-  demo_command->add_option("--model", demo.model, "a built-in geometry (" + fmt::format("{}", fmt::join(model_names(), ", ")) + ") or the path of a config.json")->capture_default_str();
+  auto* demo_command =
+      app.add_subcommand("demo", "move KV caches between real processes and verify every byte");
+  demo_command
+      ->add_option("--model", demo.model,
+                   "a built-in geometry (" + fmt::format("{}", fmt::join(model_names(), ", ")) +
+                       ") or the path of a config.json")
+      ->capture_default_str();
   demo_command->add_option("--prefill", prefill, "cut of the prefill side")->capture_default_str();
   demo_command->add_option("--decode", decode, "cut of the decode side")->capture_default_str();
   demo_command->add_option("--plane", demo.plane, "data plane: tcp")->capture_default_str();
-  demo_command->add_option("--codec", demo.codec, "native, or sglang: the reference's messages on both sides")->check(CLI::IsMember({"native", "sglang"}))->capture_default_str();
-  demo_command->add_option("--page-size", demo.page_size, "tokens of a page")->check(CLI::Range(1U, 65536U))->capture_default_str();
-  demo_command->add_option("--trace", demo.trace, "requests from a file of JSON lines (timestamp, input_length, hash_ids)");
-  demo_command->add_option("--requests", demo.requests, "number of requests; caps a trace")->check(CLI::Range(1ULL, 10000000ULL));
-  demo_command->add_option("--tokens", demo.tokens, "prompt tokens of each made request, before scaling")->check(CLI::Range(1ULL, 16777216ULL));
-  demo_command->add_option("--concurrency", demo.concurrency, "requests under way at once")->check(CLI::Range(1U, 4096U))->capture_default_str();
-  demo_command->add_option("--scale", scale, "divides token counts: a factor, or auto (2 to 4 GB in all)")->capture_default_str();
-  demo_command->add_option("--speed", demo.speed, "arrivals at this multiple of the trace's speed; 0: as fast as it goes")->check(CLI::NonNegativeNumber)->capture_default_str();
+  demo_command
+      ->add_option("--codec", demo.codec,
+                   "native, or sglang: the reference's messages on both sides")
+      ->check(CLI::IsMember({"native", "sglang"}))
+      ->capture_default_str();
+  demo_command->add_option("--page-size", demo.page_size, "tokens of a page")
+      ->check(CLI::Range(1U, 65536U))
+      ->capture_default_str();
+  demo_command->add_option(
+      "--trace", demo.trace,
+      "requests from a file of JSON lines (timestamp, input_length, hash_ids)");
+  demo_command->add_option("--requests", demo.requests, "number of requests; caps a trace")
+      ->check(CLI::Range(1ULL, 10000000ULL));
+  demo_command
+      ->add_option("--tokens", demo.tokens, "prompt tokens of each made request, before scaling")
+      ->check(CLI::Range(1ULL, 16777216ULL));
+  demo_command->add_option("--concurrency", demo.concurrency, "requests under way at once")
+      ->check(CLI::Range(1U, 4096U))
+      ->capture_default_str();
+  demo_command
+      ->add_option("--scale", scale, "divides token counts: a factor, or auto (2 to 4 GB in all)")
+      ->capture_default_str();
+  demo_command
+      ->add_option("--speed", demo.speed,
+                   "arrivals at this multiple of the trace's speed; 0: as fast as it goes")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   demo_command->add_option("--json", demo.json, "write the numbers to this file");
-  demo_command->add_option("--sabotage", demo.sabotage, "damage one block on purpose: wrong, stray or drop")->check(CLI::IsMember({"wrong", "stray", "drop"}));
+  demo_command
+      ->add_option("--sabotage", demo.sabotage, "damage one block on purpose: wrong, stray or drop")
+      ->check(CLI::IsMember({"wrong", "stray", "drop"}));
 
   std::string host = "127.0.0.1";
   std::uint16_t port = 8998;
   auto* bootstrap_command = app.add_subcommand("bootstrap", "run a bootstrap server alone");
   bootstrap_command->add_option("--host", host, "where to listen")->capture_default_str();
-  bootstrap_command->add_option("--port", port, "0: any free port, which is printed")->capture_default_str();
+  bootstrap_command->add_option("--port", port, "0: any free port, which is printed")
+      ->capture_default_str();
 
-  auto* config_command = app.add_subcommand("config", "print every setting, its variable, default, value, range and meaning");
+  auto* config_command = app.add_subcommand(
+      "config", "print every setting, its variable, default, value, range and meaning");
   BenchOptions bench;
-  auto* bench_command = app.add_subcommand("bench", "measure; every figure beside a baseline of the same run");
+  auto* bench_command =
+      app.add_subcommand("bench", "measure; every figure beside a baseline of the same run");
   add_bench_options(*bench_command, bench);
-  auto* rank_command = app.add_subcommand("demo-rank", "one rank of a demo (started by it)")->group("");
-  auto* bench_rank_command = app.add_subcommand("bench-target", "the receiving side of a bench (started by it)")->group("");
+  auto* rank_command =
+      app.add_subcommand("demo-rank", "one rank of a demo (started by it)")->group("");
+  auto* bench_rank_command =
+      app.add_subcommand("bench-target", "the receiving side of a bench (started by it)")
+          ->group("");
 
   try {
     app.parse(argc, argv);
@@ -125,7 +162,8 @@ int run(int argc, char** argv) {
     if (scale != "auto") {
       char* end = nullptr;
       const double factor = std::strtod(scale.c_str(), &end);
-      if (end == scale.c_str() || *end != '\0' || !(factor > 0)) return usage("--scale: '" + scale + "' is neither auto nor a positive factor");
+      if (end == scale.c_str() || *end != '\0' || !(factor > 0))
+        return usage("--scale: '" + scale + "' is neither auto nor a positive factor");
       demo.scale = factor;
     }
     return run_demo(demo);
@@ -135,4 +173,6 @@ int run(int argc, char** argv) {
 
 }  // namespace kvferry::cli
 
-int main(int argc, char** argv) { return kvferry::cli::run(argc, argv); }
+int main(int argc, char** argv) {
+  return kvferry::cli::run(argc, argv);
+}

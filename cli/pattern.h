@@ -1,5 +1,6 @@
-// What every byte of a demo's KV cache is: a function of (content of the prompt's block, layer, kind, head, token, byte). Source
-// and target compute it on their own, so that no byte is compared with a copy of itself. Never equal to the poison.
+// What every byte of a demo's KV cache is: a function of (content of the prompt's block, layer,
+// kind, head, token, byte). Source and target compute it on their own, so that no byte is compared
+// with a copy of itself. Never equal to the poison.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,8 @@ inline std::uint64_t mix(std::uint64_t z) {
 }
 
 inline std::uint64_t pattern_seed(const PatternPlace& p) {
-  return mix(mix(p.content * 0x9E3779B97F4A7C15ULL + p.kind) + (std::uint64_t{p.layer} << 40) + (std::uint64_t{p.head} << 24) + p.token * 0xD1B54A32D192ED03ULL);
+  return mix(mix(p.content * 0x9E3779B97F4A7C15ULL + p.kind) + (std::uint64_t{p.layer} << 40) +
+             (std::uint64_t{p.head} << 24) + p.token * 0xD1B54A32D192ED03ULL);
 }
 inline std::uint64_t pattern_word(std::uint64_t seed, std::uint64_t word) {
   const std::uint64_t z = (seed + word * 0x9E3779B97F4A7C15ULL) * 0xBF58476D1CE4E5B9ULL;
@@ -38,7 +40,8 @@ inline void fill_pattern(std::uint8_t* to, std::size_t bytes, const PatternPlace
 }
 
 // Bytes that are not what they should be.
-inline std::uint64_t count_wrong(const std::uint8_t* at, std::size_t bytes, const PatternPlace& place) {
+inline std::uint64_t count_wrong(const std::uint8_t* at, std::size_t bytes,
+                                 const PatternPlace& place) {
   const std::uint64_t seed = pattern_seed(place);
   std::uint64_t wrong = 0;
   for (std::size_t i = 0; i < bytes; i += 8) {
@@ -47,7 +50,8 @@ inline std::uint64_t count_wrong(const std::uint8_t* at, std::size_t bytes, cons
     const std::size_t n = bytes - i < 8 ? bytes - i : 8;
     std::memcpy(&found, at + i, n);
     if (found == expected) continue;
-    for (std::size_t b = 0; b < n; ++b) wrong += ((found ^ expected) >> (8 * b) & 0xFF) != 0 ? 1 : 0;
+    for (std::size_t b = 0; b < n; ++b)
+      wrong += ((found ^ expected) >> (8 * b) & 0xFF) != 0 ? 1 : 0;
   }
   return wrong;
 }

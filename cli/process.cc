@@ -77,7 +77,8 @@ std::vector<std::string> Child::read_lines(bool& ended) {
     break;
   }
   std::size_t begin = 0;
-  for (std::size_t end; (end = buffer_.find('\n', begin)) != std::string::npos; begin = end + 1) lines_.push_back(buffer_.substr(begin, end - begin));
+  for (std::size_t end; (end = buffer_.find('\n', begin)) != std::string::npos; begin = end + 1)
+    lines_.push_back(buffer_.substr(begin, end - begin));
   buffer_.erase(0, begin);
   return std::exchange(lines_, {});
 }
@@ -92,7 +93,9 @@ std::optional<std::string> Child::wait_line(int timeout_ms) {
       lines_.assign(lines.begin() + 1, lines.end());
       return first;
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()).count();
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+                          end - std::chrono::steady_clock::now())
+                          .count();
     if (ended || left <= 0) return std::nullopt;
     pollfd fd{out_, POLLIN, 0};
     ::poll(&fd, 1, static_cast<int>(left));

@@ -9,8 +9,8 @@
 
 namespace kvferry::cli {
 
-// A child that runs this program with other arguments. Its standard input and output are ours, line by line. It is killed when
-// this process dies.
+// A child that runs this program with other arguments. Its standard input and output are ours, line
+// by line. It is killed when this process dies.
 class Child {
  public:
   explicit Child(std::vector<std::string> arguments);
@@ -21,7 +21,8 @@ class Child {
   bool send(const std::string& line);
   // The descriptor from which lines come, for poll().
   [[nodiscard]] int fd() const { return out_; }
-  // Reads what is there; returns whole lines. `ended` turns true when the child has closed its output.
+  // Reads what is there; returns whole lines. `ended` turns true when the child has closed its
+  // output.
   std::vector<std::string> read_lines(bool& ended);
   // Waits for a line. Nothing when the child ended or the time is over.
   std::optional<std::string> wait_line(int timeout_ms);

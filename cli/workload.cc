@@ -25,23 +25,29 @@ Result<std::vector<Request>> read_trace(const std::string& path, std::uint64_t l
   for (std::size_t number = 1; requests.size() < limit && std::getline(file, line); ++number) {
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     const auto json = nlohmann::json::parse(line, nullptr, false);
-    const auto bad = [&](std::string_view why) { return Status(Code::kInvalidArgument, fmt::format("{}:{}: {}", path, number, why)); };
+    const auto bad = [&](std::string_view why) {
+      return Status(Code::kInvalidArgument, fmt::format("{}:{}: {}", path, number, why));
+    };
     if (json.is_discarded() || !json.is_object()) return bad("not a JSON object");
     for (const char* field : {"timestamp", "input_length", "hash_ids"}) {
       if (!json.contains(field)) return bad(fmt::format("field '{}' is missing", field));
     }
-    if (!json["timestamp"].is_number() || !json["input_length"].is_number_unsigned() || !json["hash_ids"].is_array()) return bad("a field has another type");
+    if (!json["timestamp"].is_number() || !json["input_length"].is_number_unsigned() ||
+        !json["hash_ids"].is_array())
+      return bad("a field has another type");
     Request request;
     request.arrival_ms = json["timestamp"].get<double>();
     request.tokens = json["input_length"].get<std::uint64_t>();
-    if (request.tokens == 0 || request.tokens > kTokensMax) return bad(fmt::format("input_length {} is not from 1 to {}", request.tokens, kTokensMax));
+    if (request.tokens == 0 || request.tokens > kTokensMax)
+      return bad(fmt::format("input_length {} is not from 1 to {}", request.tokens, kTokensMax));
     for (const auto& id : json["hash_ids"]) {
       if (!id.is_number_unsigned()) return bad("a hash id is no whole number");
       request.block_ids.push_back(id.get<std::uint64_t>() + 1);
     }
     requests.push_back(std::move(request));
   }
-  if (requests.empty()) return Status(Code::kInvalidArgument, fmt::format("trace '{}' has no requests", path));
+  if (requests.empty())
+    return Status(Code::kInvalidArgument, fmt::format("trace '{}' has no requests", path));
   return requests;
 }
 
@@ -62,7 +68,8 @@ double moved_tokens(const std::vector<Request>& requests) {
   double total = 0;
   for (const Request& request : requests) {
     std::size_t leading = 0;
-    while (leading < request.block_ids.size() && held.contains(request.block_ids[leading])) ++leading;
+    while (leading < request.block_ids.size() && held.contains(request.block_ids[leading]))
+      ++leading;
     const std::uint64_t skipped = std::min(request.tokens, leading * kTraceBlockTokens);
     total += static_cast<double>(request.tokens - skipped);
     held.insert(request.block_ids.begin(), request.block_ids.end());
@@ -87,9 +94,13 @@ Result<Workload> make_workload(const WorkloadOptions& options) {
     if (!requests.ok()) return requests.status();
     workload.requests = std::move(*requests);
   }
-  const double bytes = moved_tokens(workload.requests) * static_cast<double>(options.bytes_per_token);
+  const double bytes =
+      moved_tokens(workload.requests) * static_cast<double>(options.bytes_per_token);
   workload.scale = options.scale.value_or(std::max(1.0, bytes / static_cast<double>(kTargetBytes)));
-  const auto scaled = [&](std::uint64_t n) { return std::max<std::uint64_t>(1, static_cast<std::uint64_t>(std::llround(static_cast<double>(n) / workload.scale))); };
+  const auto scaled = [&](std::uint64_t n) {
+    return std::max<std::uint64_t>(
+        1, static_cast<std::uint64_t>(std::llround(static_cast<double>(n) / workload.scale)));
+  };
   workload.block_tokens = scaled(kTraceBlockTokens);
   for (Request& request : workload.requests) request.tokens = scaled(request.tokens);
   return workload;

@@ -12,8 +12,9 @@ namespace kvferry::cli {
 
 struct Request {
   double arrival_ms = 0;
-  std::uint64_t tokens = 0;                // of the prompt, after scaling
-  std::vector<std::uint64_t> block_ids;    // content of each block of block_tokens tokens; empty: the request's own content
+  std::uint64_t tokens = 0;  // of the prompt, after scaling
+  std::vector<std::uint64_t>
+      block_ids;  // content of each block of block_tokens tokens; empty: the request's own content
 };
 
 struct Workload {

@@ -1,8 +1,11 @@
-// The shared library is made of the folders' static libraries; this gives it a translation unit of its own.
+// The shared library is made of the folders' static libraries; this gives it a translation unit of
+// its own.
 #include "kvferry/version.h"
 
 namespace kvferry {
 
-const char* version() { return KVFERRY_VERSION; }
+const char* version() {
+  return KVFERRY_VERSION;
+}
 
 }  // namespace kvferry

@@ -1,4 +1,5 @@
-// The header of the tcp plane and the check of its plan against a grant: whatever passes the check lies inside lent items.
+// The header of the tcp plane and the check of its plan against a grant: whatever passes the check
+// lies inside lent items.
 #include <cstdint>
 #include <cstdlib>
 
@@ -11,8 +12,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto begin = data::tcp::decode_begin({reinterpret_cast<const char*>(data), size});
   if (!begin.ok()) return 0;
   data::GrantTable table;
-  const auto slabs = std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{{0x1000, 64, 48, 16}});
-  (void)table.add({GrantId{1}, begin->authority.token.is_zero() ? Token{1, 1} : begin->authority.token, begin->authority.foreign, {GrantGroup{slabs, {1, 2, 5}}}});
+  const auto slabs =
+      std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{{0x1000, 64, 48, 16}});
+  (void)table.add({GrantId{1},
+                   begin->authority.token.is_zero() ? Token{1, 1} : begin->authority.token,
+                   begin->authority.foreign,
+                   {GrantGroup{slabs, {1, 2, 5}}}});
   if (!table.check(begin->authority, begin->plan).ok()) return 0;
   data::PlanCursor cursor(begin->plan);
   cursor.advance(1 << 16, [](std::uint64_t, std::uint64_t target, std::uint64_t bytes) {

@@ -1,4 +1,5 @@
-// How an engine uses kvferry: a prefill process computes two pages of KV, a decode process receives them.
+// How an engine uses kvferry: a prefill process computes two pages of KV, a decode process receives
+// them.
 //
 //   two_processes            starts both and says whether the bytes arrived
 //
@@ -17,7 +18,8 @@ namespace {
 
 constexpr std::uint32_t kPages = 16, kPageTokens = 16, kHeads = 4, kHeadBytes = 64, kLayers = 2;
 
-// Pools of one rank: for each layer K and V, [page][token][head][byte], and one aux pool of 64-byte rows.
+// Pools of one rank: for each layer K and V, [page][token][head][byte], and one aux pool of 64-byte
+// rows.
 struct Pools {
   std::vector<std::vector<unsigned char>> memory;
   kvferry::Layout layout;
@@ -25,11 +27,13 @@ struct Pools {
   Pools() {
     layout.page_tokens = kPageTokens;
     for (const auto component : {kvferry::Component::kKey, kvferry::Component::kValue}) {
-      for (std::uint32_t layer = 0; layer < kLayers; ++layer) add(component, layer, kPages, kPageTokens, kHeads, kHeadBytes);
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer)
+        add(component, layer, kPages, kPageTokens, kHeads, kHeadBytes);
     }
     add(kvferry::Component::kAux, 0, 8, 1, 1, 64);
   }
-  void add(kvferry::Component component, std::uint32_t layer, std::uint32_t items, std::uint32_t rows, std::uint32_t heads, std::uint32_t head_bytes) {
+  void add(kvferry::Component component, std::uint32_t layer, std::uint32_t items,
+           std::uint32_t rows, std::uint32_t heads, std::uint32_t head_bytes) {
     kvferry::Slab slab;
     slab.component = component;
     slab.layer = layer;
@@ -39,16 +43,20 @@ struct Pools {
     slab.head_bytes = slab.head_stride = head_bytes;
     slab.row_stride = heads * head_bytes;
     slab.item_bytes = slab.item_stride = slab.row_stride * rows;
-    slab.base = reinterpret_cast<std::uint64_t>(memory.emplace_back(slab.item_stride * items).data());
+    slab.base =
+        reinterpret_cast<std::uint64_t>(memory.emplace_back(slab.item_stride * items).data());
     layout.slabs.push_back(slab);
   }
 };
 
-unsigned char value(std::size_t pool, std::size_t position, std::size_t byte) { return static_cast<unsigned char>(pool * 50 + position * 20 + byte % 13 + 1); }
+unsigned char value(std::size_t pool, std::size_t position, std::size_t byte) {
+  return static_cast<unsigned char>(pool * 50 + position * 20 + byte % 13 + 1);
+}
 
 template <class Handle>
 bool wait_for_end(const Handle& handle) {
-  while (!kvferry::is_terminal(handle.poll())) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  while (!kvferry::is_terminal(handle.poll()))
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
   if (handle.poll() == kvferry::RoomState::kSuccess) return true;
   std::fprintf(stderr, "room failed: %s\n", handle.failure().status.to_string().c_str());
   return false;
@@ -68,11 +76,13 @@ int prefill(std::uint16_t bootstrap_port) {
   for (std::size_t pool = 0; pool < 2 * kLayers; ++pool) {
     const std::size_t bytes = pools.layout.slabs[pool].item_bytes;
     for (std::size_t i = 0; i < pages.size(); ++i) {
-      for (std::size_t b = 0; b < bytes; ++b) pools.memory[pool][static_cast<std::size_t>(pages[i]) * bytes + b] = value(pool, i, b);
+      for (std::size_t b = 0; b < bytes; ++b)
+        pools.memory[pool][static_cast<std::size_t>(pages[i]) * bytes + b] = value(pool, i, b);
     }
   }
   auto room = (*endpoint)->open(kvferry::RoomId{42});
-  if (!room.ok() || !room->init(pages.size(), /*aux_row=*/0).ok() || !room->send(pages).ok()) return 1;
+  if (!room.ok() || !room->init(pages.size(), /*aux_row=*/0).ok() || !room->send(pages).ok())
+    return 1;
   const bool ok = wait_for_end(*room);
   room->clear();
   return ok ? 0 : 1;
@@ -100,7 +110,9 @@ int main() {
   for (std::size_t pool = 0; pool < 2 * kLayers; ++pool) {
     const std::size_t bytes = pools.layout.slabs[pool].item_bytes;
     for (std::size_t i = 0; i < pages.size(); ++i) {
-      for (std::size_t b = 0; b < bytes; ++b) ok = ok && pools.memory[pool][static_cast<std::size_t>(pages[i]) * bytes + b] == value(pool, i, b);
+      for (std::size_t b = 0; b < bytes; ++b)
+        ok = ok && pools.memory[pool][static_cast<std::size_t>(pages[i]) * bytes + b] ==
+                       value(pool, i, b);
     }
   }
   room->clear();

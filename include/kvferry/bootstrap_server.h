@@ -1,4 +1,5 @@
-// The bootstrap server of a prefill instance: an HTTP registry of its ranks (docs/PROTOCOL.md, "bootstrap").
+// The bootstrap server of a prefill instance: an HTTP registry of its ranks (docs/PROTOCOL.md,
+// "bootstrap").
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,9 @@ namespace kvferry {
 class KVF_API BootstrapServer {
  public:
   // Listens on host:port; port 0 takes any free one. kUnavailable names the address when it cannot.
-  static Result<std::unique_ptr<BootstrapServer>> create(const std::string& host, std::uint16_t port, const Settings& settings);
+  static Result<std::unique_ptr<BootstrapServer>> create(const std::string& host,
+                                                         std::uint16_t port,
+                                                         const Settings& settings);
   // Closes every connection and joins its thread.
   ~BootstrapServer();
   BootstrapServer(const BootstrapServer&) = delete;

@@ -1,7 +1,7 @@
 // Every limit and waiting time of kvferry, in one table that prints itself (`kvferry config`).
 //
-// A value. Loaded from defaults, then environment, then flags, by main() or by the embedding engine; nothing in the
-// library reads the environment by itself.
+// A value. Loaded from defaults, then environment, then flags, by main() or by the embedding
+// engine; nothing in the library reads the environment by itself.
 #pragma once
 
 #include <cstdint>
@@ -68,9 +68,11 @@ struct SettingRow {
 };
 // Rows in the order of the struct, with the values of `settings`.
 KVF_API std::vector<SettingRow> setting_rows(const Settings& settings);
-// Sets one row by name. Text as the table prints it (durations in the row's unit). Names the range when it is left.
+// Sets one row by name. Text as the table prints it (durations in the row's unit). Names the range
+// when it is left.
 KVF_API Status set_setting(Settings& settings, std::string_view name, std::string_view text);
 // Applies the environment: `get(name)` returns the variable's value or null.
-KVF_API Status apply_environment(Settings& settings, const std::function<const char*(const char*)>& get);
+KVF_API Status apply_environment(Settings& settings,
+                                 const std::function<const char*(const char*)>& get);
 
 }  // namespace kvferry

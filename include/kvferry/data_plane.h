@@ -1,4 +1,5 @@
-// The contract of a data plane: how bytes move from the pages of one process to lent pages of another.
+// The contract of a data plane: how bytes move from the pages of one process to lent pages of
+// another.
 //
 // A plane knows addresses, grants and plans. It never learns what a room is.
 // A plan is a product, not a list: every lane (pool to pool) times every run (pages to pages).
@@ -47,7 +48,8 @@ enum class FenceId : std::uint64_t {};
 enum class GrantId : std::uint64_t {};
 enum class RegionId : std::uint64_t {};
 
-// Names the memory of one life of one process: a later process at the same host and port never answers to it.
+// Names the memory of one life of one process: a later process at the same host and port never
+// answers to it.
 using PlaneAddress = std::string;
 
 struct Region {
@@ -60,7 +62,8 @@ struct GrantSlab {
   std::uint64_t base = 0, item_stride = 0, item_bytes = 0;
   std::uint32_t item_count = 0;
 };
-using GrantSlabs = std::shared_ptr<const std::vector<GrantSlab>>;  // sorted by base, not overlapping
+using GrantSlabs =
+    std::shared_ptr<const std::vector<GrantSlab>>;  // sorted by base, not overlapping
 
 // The items of `slabs` that are lent.
 struct GrantGroup {
@@ -71,7 +74,8 @@ struct GrantGroup {
 struct GrantSpec {
   GrantId id{};
   Token token;           // what a native writer must show; random, unguessable
-  bool foreign = false;  // lent to peers that know no token: writes without one are checked against all such grants
+  bool foreign = false;  // lent to peers that know no token: writes without one are checked against
+                         // all such grants
   std::vector<GrantGroup> groups;
 };
 
@@ -85,7 +89,8 @@ struct WriteSpec {
   WriteId id{};
   PlaneAddress to;
   Authority authority;
-  std::uint64_t flow = 0;  // writes of one flow share one turn among the flows of a peer (fairness by room)
+  std::uint64_t flow =
+      0;  // writes of one flow share one turn among the flows of a peer (fairness by room)
   CopyPlan plan;
 };
 
@@ -93,14 +98,15 @@ struct Completion {
   enum class Kind : std::uint8_t { kWrite, kFence } kind = Kind::kWrite;
   std::uint64_t id = 0;  // WriteId or FenceId
   Status status;         // writes: ok means that every byte landed
-  // False: the source is read no more, but nobody can say whether the target still lands bytes that were already
-  // on their way. They land only while the grant lives.
+  // False: the source is read no more, but nobody can say whether the target still lands bytes that
+  // were already on their way. They land only while the grant lives.
   bool settled = true;
   std::uint64_t bytes = 0;  // of a write that is ok
 };
 
-// All calls come from the endpoint's loop thread and never block. Nothing fails on the spot: a write that cannot be
-// made completes with its error. Exactly one completion per WriteId and per FenceId.
+// All calls come from the endpoint's loop thread and never block. Nothing fails on the spot: a
+// write that cannot be made completes with its error. Exactly one completion per WriteId and per
+// FenceId.
 class KVF_API DataPlane {
  public:
   virtual ~DataPlane() = default;
@@ -109,20 +115,23 @@ class KVF_API DataPlane {
   virtual Result<RegionId> register_memory(std::span<const Region> regions) = 0;
   virtual Status deregister_memory(RegionId region) = 0;
 
-  // Target side. After a fence's completion not one byte lands under its grant, whatever the writer does.
+  // Target side. After a fence's completion not one byte lands under its grant, whatever the writer
+  // does.
   virtual Status grant(GrantSpec spec) = 0;
   virtual void revoke(GrantId grant, FenceId fence) = 0;
 
-  // Source side. `cancel` brings a write to its completion within a second, `forget` every write to that address.
-  // After a completion the source is read no more.
+  // Source side. `cancel` brings a write to its completion within a second, `forget` every write to
+  // that address. After a completion the source is read no more.
   virtual void write(WriteSpec spec) = 0;
   virtual void cancel(WriteId write) = 0;
   virtual void forget(const PlaneAddress& peer, FenceId fence) = 0;
 
-  // Appends completions; returns how many. ready_fd() becomes readable when poll() may have something (-1: poll often).
+  // Appends completions; returns how many. ready_fd() becomes readable when poll() may have
+  // something (-1: poll often).
   virtual std::size_t poll(std::vector<Completion>& out) = 0;
   [[nodiscard]] virtual int ready_fd() const = 0;
-  // How long writes of a dead or deaf writer may go on landing after a revoke's fence. 0 where revoke is a fence.
+  // How long writes of a dead or deaf writer may go on landing after a revoke's fence. 0 where
+  // revoke is a fence.
   [[nodiscard]] virtual Duration orphan_write_bound() const = 0;
 };
 

@@ -1,18 +1,20 @@
-// The endpoints of kvferry: one for each prefill rank and one for each decode rank of an inference engine.
+// The endpoints of kvferry: one for each prefill rank and one for each decode rank of an inference
+// engine.
 //
 //   prefill rank                                         decode rank
 //   auto p = PrefillEndpoint::create(options)            auto d = DecodeEndpoint::create(options)
 //   auto s = p->open(room)                               auto r = d->open(room, bootstrap)
 //   s->init(pages, aux_row)                              r->init()
-//   s->send(pages of a chunk) ...                        r->send_metadata(pages that take the KV, aux_row)
-//   s->poll() == kSuccess                                r->poll() == kSuccess
-//   s->clear(); pages_reusable() -> pages may go         r->clear(); pages_reusable() -> pages may go
+//   s->send(pages of a chunk) ...                        r->send_metadata(pages that take the KV,
+//   aux_row) s->poll() == kSuccess                                r->poll() == kSuccess s->clear();
+//   pages_reusable() -> pages may go         r->clear(); pages_reusable() -> pages may go
 //
-// Threads: every method may be called from any thread and none blocks, except create(), stop() and the destructors, which are
-// the owner's. A Sender or Receiver is a handle: cheap to copy, good after its endpoint is gone (then it has failed).
+// Threads: every method may be called from any thread and none blocks, except create(), stop() and
+// the destructors, which are the owner's. A Sender or Receiver is a handle: cheap to copy, good
+// after its endpoint is gone (then it has failed).
 //
-// Memory: the layouts' slabs belong to the engine and outlive the endpoint. Pages of a room may be given to others once
-// pages_reusable() is true, not before, whatever the state is.
+// Memory: the layouts' slabs belong to the engine and outlive the endpoint. Pages of a room may be
+// given to others once pages_reusable() is true, not before, whatever the state is.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +36,8 @@ struct RoomCell;
 class Endpoint;
 }  // namespace runtime
 
-// What loopback endpoints of one process meet in. Hand the same one to both sides; it lives as long as they do.
+// What loopback endpoints of one process meet in. Hand the same one to both sides; it lives as long
+// as they do.
 namespace data {
 class LoopbackFabric;
 }
@@ -48,10 +51,10 @@ enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError, kOff };
 // What prefill and decode ranks have in common.
 struct EndpointOptions {
   RankPlace place;
-  Layout layout;  // slabs with the addresses of this process; checked by validate()
+  Layout layout;            // slabs with the addresses of this process; checked by validate()
   bool mla = false;         // the KV is the same on every TP rank
   bool hybrid_mla = false;  // MLA beside layers with sharded state
-  std::uint32_t total_kv_heads = 0;  // of the model; not needed for MLA
+  std::uint32_t total_kv_heads = 0;     // of the model; not needed for MLA
   std::string kv_cache_dtype = "auto";  // compared with the other side as text
   std::string listen_host = "127.0.0.1";
   std::string public_host;  // what others connect to; listen_host if empty. Never a wildcard.
@@ -78,15 +81,15 @@ struct RoomFailure {
   bool from_other = false;
 };
 
-
 // One room on the prefill side.
 class KVF_API Sender {
  public:
   // Announces how many pages will be sent and which aux row goes with the last chunk.
   Status init(std::uint64_t pages, std::uint32_t aux_row);
-  // The next pages of the request; the chunk that reaches the announced number is the last. `ready_fd`: an eventfd (or any
-  // descriptor) that becomes readable when the pages are filled; no source byte is read before. It is watched, not consumed, and
-  // must stay open until the room has ended. -1: they are filled.
+  // The next pages of the request; the chunk that reaches the announced number is the last.
+  // `ready_fd`: an eventfd (or any descriptor) that becomes readable when the pages are filled; no
+  // source byte is read before. It is watched, not consumed, and must stay open until the room has
+  // ended. -1: they are filled.
   Status send(std::span<const PageIndex> pages, int ready_fd = -1);
   [[nodiscard]] RoomState poll() const;
   void abort(std::string reason = "aborted by the engine");
@@ -111,8 +114,10 @@ class KVF_API Receiver {
  public:
   // `prefill_dp_rank`: of the request, where it carries one.
   Status init(std::optional<std::uint32_t> prefill_dp_rank = std::nullopt);
-  // Lends the pages. May be called before the state is WaitingForInput; then it is sent as soon as it can be.
-  Status send_metadata(std::span<const PageIndex> pages, std::optional<std::uint32_t> aux_row, std::uint64_t prefix_tokens = 0);
+  // Lends the pages. May be called before the state is WaitingForInput; then it is sent as soon as
+  // it can be.
+  Status send_metadata(std::span<const PageIndex> pages, std::optional<std::uint32_t> aux_row,
+                       std::uint64_t prefix_tokens = 0);
   [[nodiscard]] RoomState poll() const;
   void abort(std::string reason = "aborted by the engine");
   void clear();
@@ -133,13 +138,14 @@ class KVF_API PrefillEndpoint {
   PrefillEndpoint(const PrefillEndpoint&) = delete;
   PrefillEndpoint& operator=(const PrefillEndpoint&) = delete;
 
-  // kAlreadyExists while the number is open here (until clear()); kExhausted at rooms_max or when the inbox is full.
-  // `carries_dp_rank`: the request names its dp rank itself.
+  // kAlreadyExists while the number is open here (until clear()); kExhausted at rooms_max or when
+  // the inbox is full. `carries_dp_rank`: the request names its dp rank itself.
   Result<Sender> open(RoomId room, bool carries_dp_rank = false);
   [[nodiscard]] bool registered() const;
   // Where the rank's control socket listens.
   [[nodiscard]] Address address() const;
-  // Fails what is open, tells the others, waits until nothing is in flight or `patience` is over, and ends. Idempotent.
+  // Fails what is open, tells the others, waits until nothing is in flight or `patience` is over,
+  // and ends. Idempotent.
   void stop(Duration patience = std::chrono::seconds(2));
   // Gauges and counters in Prometheus' text format.
   [[nodiscard]] std::string metrics() const;

@@ -1,7 +1,8 @@
 // Status and Result: how every call of kvferry says what went wrong.
 //
-// Values, copyable and comparable. A Code exists only where a caller reacts to it; everything else is
-// in the message, which is lower case, concrete and carries the values ("page 931 outside pool of 512").
+// Values, copyable and comparable. A Code exists only where a caller reacts to it; everything else
+// is in the message, which is lower case, concrete and carries the values ("page 931 outside pool
+// of 512").
 #pragma once
 
 #include <cstdint>
@@ -68,8 +69,8 @@ class [[nodiscard]] Result {
   Status status_;
 };
 
-#define KVF_RETURN_IF_ERROR(expr)                     \
-  do {                                                \
+#define KVF_RETURN_IF_ERROR(expr)                                                      \
+  do {                                                                                 \
     if (::kvferry::Status kvf_status_ = (expr); !kvf_status_.ok()) return kvf_status_; \
   } while (false)
 

@@ -19,7 +19,9 @@ using Time = std::chrono::time_point<std::chrono::steady_clock, Duration>;
 // One request's transfer: an unsigned 63-bit number chosen by the router, unique while in use.
 enum class RoomId : std::uint64_t {};
 inline constexpr std::uint64_t kRoomMax = (std::uint64_t{1} << 63) - 1;
-constexpr std::uint64_t value_of(RoomId room) { return static_cast<std::uint64_t>(room); }
+constexpr std::uint64_t value_of(RoomId room) {
+  return static_cast<std::uint64_t>(room);
+}
 
 // Index of a page in a pool. Signed on the wire (int32); never negative in a valid list.
 using PageIndex = std::int32_t;
@@ -43,7 +45,9 @@ enum class RoomState : std::uint8_t {
   kSuccess = 4,
 };
 KVF_API std::string_view to_string(RoomState state);
-constexpr bool is_terminal(RoomState s) { return s == RoomState::kFailed || s == RoomState::kSuccess; }
+constexpr bool is_terminal(RoomState s) {
+  return s == RoomState::kFailed || s == RoomState::kSuccess;
+}
 
 // Host and port. IPv6 hosts carry no brackets; host_port() adds them.
 struct Address {

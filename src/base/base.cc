@@ -30,18 +30,30 @@ std::uint64_t KernelEntropy::next64() {
 
 std::string_view to_string(Code code) {
   switch (code) {
-    case Code::kOk: return "ok";
-    case Code::kInvalidArgument: return "invalid argument";
-    case Code::kAlreadyExists: return "already exists";
-    case Code::kNotFound: return "not found";
-    case Code::kExhausted: return "exhausted";
-    case Code::kAborted: return "aborted";
-    case Code::kTimedOut: return "timed out";
-    case Code::kPeerLost: return "peer lost";
-    case Code::kProtocol: return "protocol";
-    case Code::kRefused: return "refused";
-    case Code::kUnavailable: return "unavailable";
-    case Code::kInternal: return "internal";
+    case Code::kOk:
+      return "ok";
+    case Code::kInvalidArgument:
+      return "invalid argument";
+    case Code::kAlreadyExists:
+      return "already exists";
+    case Code::kNotFound:
+      return "not found";
+    case Code::kExhausted:
+      return "exhausted";
+    case Code::kAborted:
+      return "aborted";
+    case Code::kTimedOut:
+      return "timed out";
+    case Code::kPeerLost:
+      return "peer lost";
+    case Code::kProtocol:
+      return "protocol";
+    case Code::kRefused:
+      return "refused";
+    case Code::kUnavailable:
+      return "unavailable";
+    case Code::kInternal:
+      return "internal";
   }
   return "unknown";
 }
@@ -50,7 +62,9 @@ std::string Status::to_string() const {
   return ok() ? "ok" : fmt::format("{}: {}", kvferry::to_string(code_), message_);
 }
 
-std::string Token::to_string() const { return fmt::format("{:016x}{:016x}", high, low); }
+std::string Token::to_string() const {
+  return fmt::format("{:016x}{:016x}", high, low);
+}
 
 Token token_from_string(std::string_view text) {
   Token token;
@@ -65,24 +79,33 @@ Token token_from_string(std::string_view text) {
 
 std::string_view to_string(RoomState state) {
   switch (state) {
-    case RoomState::kFailed: return "Failed";
-    case RoomState::kBootstrapping: return "Bootstrapping";
-    case RoomState::kWaitingForInput: return "WaitingForInput";
-    case RoomState::kTransferring: return "Transferring";
-    case RoomState::kSuccess: return "Success";
+    case RoomState::kFailed:
+      return "Failed";
+    case RoomState::kBootstrapping:
+      return "Bootstrapping";
+    case RoomState::kWaitingForInput:
+      return "WaitingForInput";
+    case RoomState::kTransferring:
+      return "Transferring";
+    case RoomState::kSuccess:
+      return "Success";
   }
   return "unknown";
 }
 
-bool is_ipv6(std::string_view host) { return host.find(':') != std::string_view::npos; }
+bool is_ipv6(std::string_view host) {
+  return host.find(':') != std::string_view::npos;
+}
 
 bool is_wildcard(std::string_view host) {
   host = without_brackets(host);
-  return host == "0.0.0.0" || host == "::" || host == "::0" || host == "0:0:0:0:0:0:0:0" || host.empty();
+  return host == "0.0.0.0" || host == "::" || host == "::0" || host == "0:0:0:0:0:0:0:0" ||
+         host.empty();
 }
 
 std::string_view without_brackets(std::string_view host) {
-  if (host.size() >= 2 && host.front() == '[' && host.back() == ']') return host.substr(1, host.size() - 2);
+  if (host.size() >= 2 && host.front() == '[' && host.back() == ']')
+    return host.substr(1, host.size() - 2);
   return host;
 }
 

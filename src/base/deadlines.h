@@ -1,4 +1,5 @@
-// Keys with a time at which something is due. Ordered by time, then key, so that runs repeat exactly.
+// Keys with a time at which something is due. Ordered by time, then key, so that runs repeat
+// exactly.
 #pragma once
 
 #include <map>

@@ -1,4 +1,5 @@
-// FNV-1a, for digests that must be the same on every machine. Not for anything that an adversary chooses.
+// FNV-1a, for digests that must be the same on every machine. Not for anything that an adversary
+// chooses.
 #pragma once
 
 #include <cstddef>

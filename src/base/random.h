@@ -1,4 +1,5 @@
-// Randomness: SplitMix64 for the simulator and for tests (the same on every machine), an entropy port for programs.
+// Randomness: SplitMix64 for the simulator and for tests (the same on every machine), an entropy
+// port for programs.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,8 @@
 
 namespace kvferry {
 
-// Where tokens and session ids come from. The simulator hands out a seeded one, programs the kernel's.
+// Where tokens and session ids come from. The simulator hands out a seeded one, programs the
+// kernel's.
 class Entropy {
  public:
   virtual ~Entropy() = default;
@@ -25,9 +27,12 @@ class Random final : public Entropy {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
     return z ^ (z >> 31);
   }
-  // Uniform in [0, bound), bound > 0. The bias of the modulo is below 2^-32 for every bound used here.
+  // Uniform in [0, bound), bound > 0. The bias of the modulo is below 2^-32 for every bound used
+  // here.
   std::uint64_t below(std::uint64_t bound) { return next64() % bound; }
-  std::uint64_t between(std::uint64_t low, std::uint64_t high) { return low + below(high - low + 1); }
+  std::uint64_t between(std::uint64_t low, std::uint64_t high) {
+    return low + below(high - low + 1);
+  }
   // True with probability percent / 100.
   bool chance(std::uint64_t percent) { return below(100) < percent; }
 

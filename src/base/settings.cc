@@ -13,57 +13,129 @@ struct RowInfo {
   std::uint64_t least, most;
 };
 
-// The table. Durations are in the row's unit; the environment variables that the reference has keep its names.
+// The table. Durations are in the row's unit; the environment variables that the reference has keep
+// its names.
 template <class S, class F>
 void describe_settings(S& s, F&& f) {
   constexpr std::uint64_t kDay = 86400, kMany = 1ULL << 32;
-  f(RowInfo{"bootstrap_timeout", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "s", "a room must know its partners after this", 1, kDay}, s.bootstrap_timeout);
-  f(RowInfo{"waiting_timeout", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "s", "a room that waits for its KV fails after this", 1, kDay}, s.waiting_timeout);
-  f(RowInfo{"hold_time", "KVFERRY_HOLD_TIME", "s", "pages of a failed room with a foreign writer rest this long without a drained answer", 1, kDay}, s.hold_time);
-  f(RowInfo{"http_timeout", "KVFERRY_HTTP_TIMEOUT", "ms", "one call to a bootstrap server", 10, 600000}, s.http_timeout);
-  f(RowInfo{"heartbeat_interval", "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "s", "between two health checks of a bootstrap server", 1, kDay}, s.heartbeat_interval);
-  f(RowInfo{"heartbeat_misses", "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "", "health checks missed in a row until the instance counts as lost", 1, 1000}, s.heartbeat_misses);
-  f(RowInfo{"lookup_retry", "KVFERRY_LOOKUP_RETRY", "ms", "between two tries to look an instance up", 1, 600000}, s.lookup_retry);
-  f(RowInfo{"register_retry", "KVFERRY_REGISTER_RETRY", "ms", "between two tries of a rank to register", 1, 600000}, s.register_retry);
-  f(RowInfo{"reregister_interval", "KVFERRY_REREGISTER_INTERVAL", "ms", "a rank says again that it is there, so that a server that forgot learns it", 100, 86400000}, s.reregister_interval);
-  f(RowInfo{"dp_rank_expiry", "SGLANG_DISAGGREGATION_BOOTSTRAP_ENTRY_CLEANUP_INTERVAL", "s", "life of a room's dp rank on the bootstrap server", 1, kDay}, s.dp_rank_expiry);
-  f(RowInfo{"dp_rank_entries_max", "KVFERRY_DP_RANK_ENTRIES_MAX", "", "rooms with a dp rank on the bootstrap server", 1, kMany}, s.dp_rank_entries_max);
-  f(RowInfo{"http_connections_max", "KVFERRY_HTTP_CONNECTIONS_MAX", "", "open connections of the bootstrap server", 1, 1000000}, s.http_connections_max);
-  f(RowInfo{"ping_interval", "KVFERRY_PING_INTERVAL", "ms", "a prefill rank asks each decode rank for leave to write", 1, 600000}, s.ping_interval);
-  f(RowInfo{"ping_silence", "KVFERRY_PING_SILENCE", "ms", "a session whose pings stay away this long is over", 1, 600000}, s.ping_silence);
-  f(RowInfo{"write_lease", "KVFERRY_WRITE_LEASE", "ms", "how long one answer permits to write", 1, 600000}, s.write_lease);
-  f(RowInfo{"session_open_timeout", "KVFERRY_SESSION_OPEN_TIMEOUT", "ms", "a new session must be answered after this", 1, 600000}, s.session_open_timeout);
-  f(RowInfo{"sessions_max", "KVFERRY_SESSIONS_MAX", "", "peers of one endpoint", 1, 1000000}, s.sessions_max);
+  f(RowInfo{"bootstrap_timeout", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "s",
+            "a room must know its partners after this", 1, kDay},
+    s.bootstrap_timeout);
+  f(RowInfo{"waiting_timeout", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "s",
+            "a room that waits for its KV fails after this", 1, kDay},
+    s.waiting_timeout);
+  f(RowInfo{"hold_time", "KVFERRY_HOLD_TIME", "s",
+            "pages of a failed room with a foreign writer rest this long without a drained answer",
+            1, kDay},
+    s.hold_time);
+  f(RowInfo{"http_timeout", "KVFERRY_HTTP_TIMEOUT", "ms", "one call to a bootstrap server", 10,
+            600000},
+    s.http_timeout);
+  f(RowInfo{"heartbeat_interval", "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "s",
+            "between two health checks of a bootstrap server", 1, kDay},
+    s.heartbeat_interval);
+  f(RowInfo{"heartbeat_misses", "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "",
+            "health checks missed in a row until the instance counts as lost", 1, 1000},
+    s.heartbeat_misses);
+  f(RowInfo{"lookup_retry", "KVFERRY_LOOKUP_RETRY", "ms",
+            "between two tries to look an instance up", 1, 600000},
+    s.lookup_retry);
+  f(RowInfo{"register_retry", "KVFERRY_REGISTER_RETRY", "ms",
+            "between two tries of a rank to register", 1, 600000},
+    s.register_retry);
+  f(RowInfo{"reregister_interval", "KVFERRY_REREGISTER_INTERVAL", "ms",
+            "a rank says again that it is there, so that a server that forgot learns it", 100,
+            86400000},
+    s.reregister_interval);
+  f(RowInfo{"dp_rank_expiry", "SGLANG_DISAGGREGATION_BOOTSTRAP_ENTRY_CLEANUP_INTERVAL", "s",
+            "life of a room's dp rank on the bootstrap server", 1, kDay},
+    s.dp_rank_expiry);
+  f(RowInfo{"dp_rank_entries_max", "KVFERRY_DP_RANK_ENTRIES_MAX", "",
+            "rooms with a dp rank on the bootstrap server", 1, kMany},
+    s.dp_rank_entries_max);
+  f(RowInfo{"http_connections_max", "KVFERRY_HTTP_CONNECTIONS_MAX", "",
+            "open connections of the bootstrap server", 1, 1000000},
+    s.http_connections_max);
+  f(RowInfo{"ping_interval", "KVFERRY_PING_INTERVAL", "ms",
+            "a prefill rank asks each decode rank for leave to write", 1, 600000},
+    s.ping_interval);
+  f(RowInfo{"ping_silence", "KVFERRY_PING_SILENCE", "ms",
+            "a session whose pings stay away this long is over", 1, 600000},
+    s.ping_silence);
+  f(RowInfo{"write_lease", "KVFERRY_WRITE_LEASE", "ms", "how long one answer permits to write", 1,
+            600000},
+    s.write_lease);
+  f(RowInfo{"session_open_timeout", "KVFERRY_SESSION_OPEN_TIMEOUT", "ms",
+            "a new session must be answered after this", 1, 600000},
+    s.session_open_timeout);
+  f(RowInfo{"sessions_max", "KVFERRY_SESSIONS_MAX", "", "peers of one endpoint", 1, 1000000},
+    s.sessions_max);
   f(RowInfo{"rooms_max", "KVFERRY_ROOMS_MAX", "", "rooms of one endpoint", 1, kMany}, s.rooms_max);
-  f(RowInfo{"pending_rooms_max", "KVFERRY_PENDING_ROOMS_MAX", "", "rooms heard of whose sender does not exist yet", 1, kMany}, s.pending_rooms_max);
-  f(RowInfo{"pages_per_room_max", "KVFERRY_PAGES_PER_ROOM_MAX", "", "pages of one room", 1, 1ULL << 31}, s.pages_per_room_max);
-  f(RowInfo{"chunks_per_room_max", "KVFERRY_CHUNKS_PER_ROOM_MAX", "", "chunks of one room that wait", 1, kMany}, s.chunks_per_room_max);
-  f(RowInfo{"inbox_max", "KVFERRY_INBOX_MAX", "", "calls of the application that wait for the loop", 1, kMany}, s.inbox_max);
-  f(RowInfo{"control_sockets_max", "KVFERRY_CONTROL_SOCKETS_MAX", "", "peers with an open control socket; the least recently used one goes", 1, 60000}, s.control_sockets_max);
-  f(RowInfo{"control_queue_max", "KVFERRY_CONTROL_QUEUE_MAX", "", "messages that wait for one peer", 1, 10000000}, s.control_queue_max);
-  f(RowInfo{"control_message_bytes_max", "KVFERRY_CONTROL_MESSAGE_BYTES_MAX", "B", "one control message", 4096, kMany}, s.control_message_bytes_max);
-  f(RowInfo{"slice_bytes", "KVFERRY_SLICE_BYTES", "B", "bytes of one room before the next one has its turn", 4096, 64ULL << 20}, s.slice_bytes);
-  f(RowInfo{"plan_bytes_max", "KVFERRY_PLAN_BYTES_MAX", "B", "one encoded copy plan", 4096, kMany}, s.plan_bytes_max);
-  f(RowInfo{"writes_per_peer_max", "KVFERRY_WRITES_PER_PEER_MAX", "", "writes under way from one peer", 1, kMany}, s.writes_per_peer_max);
-  f(RowInfo{"cancel_patience", "KVFERRY_CANCEL_PATIENCE", "ms", "a cancelled write waits this long for the target's word", 1, 1000}, s.cancel_patience);
-  f(RowInfo{"connect_timeout", "KVFERRY_CONNECT_TIMEOUT", "ms", "a data connection must stand after this", 1, 600000}, s.connect_timeout);
-  f(RowInfo{"all_cp_ranks", "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "bool", "every context-parallel prefill rank sends its part", 0, 1}, s.all_cp_ranks);
-  f(RowInfo{"force_query_dp_rank", "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK", "bool", "register the dp rank of a room even where it follows from the room", 0, 1}, s.force_query_dp_rank);
-  f(RowInfo{"aux_over_control", "SGLANG_MOONCAKE_SEND_AUX_TCP", "bool", "send aux rows over the control plane", 0, 1}, s.aux_over_control);
-  f(RowInfo{"model_layers", "KVFERRY_MODEL_LAYERS", "", "layers of the model without draft layers, for sglang peers; 0: not known", 0, 100000}, s.model_layers);
+  f(RowInfo{"pending_rooms_max", "KVFERRY_PENDING_ROOMS_MAX", "",
+            "rooms heard of whose sender does not exist yet", 1, kMany},
+    s.pending_rooms_max);
+  f(RowInfo{"pages_per_room_max", "KVFERRY_PAGES_PER_ROOM_MAX", "", "pages of one room", 1,
+            1ULL << 31},
+    s.pages_per_room_max);
+  f(RowInfo{"chunks_per_room_max", "KVFERRY_CHUNKS_PER_ROOM_MAX", "",
+            "chunks of one room that wait", 1, kMany},
+    s.chunks_per_room_max);
+  f(RowInfo{"inbox_max", "KVFERRY_INBOX_MAX", "", "calls of the application that wait for the loop",
+            1, kMany},
+    s.inbox_max);
+  f(RowInfo{"control_sockets_max", "KVFERRY_CONTROL_SOCKETS_MAX", "",
+            "peers with an open control socket; the least recently used one goes", 1, 60000},
+    s.control_sockets_max);
+  f(RowInfo{"control_queue_max", "KVFERRY_CONTROL_QUEUE_MAX", "", "messages that wait for one peer",
+            1, 10000000},
+    s.control_queue_max);
+  f(RowInfo{"control_message_bytes_max", "KVFERRY_CONTROL_MESSAGE_BYTES_MAX", "B",
+            "one control message", 4096, kMany},
+    s.control_message_bytes_max);
+  f(RowInfo{"slice_bytes", "KVFERRY_SLICE_BYTES", "B",
+            "bytes of one room before the next one has its turn", 4096, 64ULL << 20},
+    s.slice_bytes);
+  f(RowInfo{"plan_bytes_max", "KVFERRY_PLAN_BYTES_MAX", "B", "one encoded copy plan", 4096, kMany},
+    s.plan_bytes_max);
+  f(RowInfo{"writes_per_peer_max", "KVFERRY_WRITES_PER_PEER_MAX", "",
+            "writes under way from one peer", 1, kMany},
+    s.writes_per_peer_max);
+  f(RowInfo{"cancel_patience", "KVFERRY_CANCEL_PATIENCE", "ms",
+            "a cancelled write waits this long for the target's word", 1, 1000},
+    s.cancel_patience);
+  f(RowInfo{"connect_timeout", "KVFERRY_CONNECT_TIMEOUT", "ms",
+            "a data connection must stand after this", 1, 600000},
+    s.connect_timeout);
+  f(RowInfo{"all_cp_ranks", "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "bool",
+            "every context-parallel prefill rank sends its part", 0, 1},
+    s.all_cp_ranks);
+  f(RowInfo{"force_query_dp_rank", "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK", "bool",
+            "register the dp rank of a room even where it follows from the room", 0, 1},
+    s.force_query_dp_rank);
+  f(RowInfo{"aux_over_control", "SGLANG_MOONCAKE_SEND_AUX_TCP", "bool",
+            "send aux rows over the control plane", 0, 1},
+    s.aux_over_control);
+  f(RowInfo{"model_layers", "KVFERRY_MODEL_LAYERS", "",
+            "layers of the model without draft layers, for sglang peers; 0: not known", 0, 100000},
+    s.model_layers);
 }
 
-std::int64_t unit_ns(const RowInfo& row) { return row.unit == "s" ? 1000000000 : 1000000; }
+std::int64_t unit_ns(const RowInfo& row) {
+  return row.unit == "s" ? 1000000000 : 1000000;
+}
 
 }  // namespace
 
 std::vector<SettingRow> setting_rows(const Settings& settings) {
   std::vector<SettingRow> rows;
-  static const auto range_text = [](const RowInfo& row) { return fmt::format("{}..{}", row.least, row.most); };
+  static const auto range_text = [](const RowInfo& row) {
+    return fmt::format("{}..{}", row.least, row.most);
+  };
   static std::vector<std::string> ranges = [] {
     std::vector<std::string> all;
     const Settings defaults;
-    describe_settings(defaults, [&](const RowInfo& row, const auto&) { all.push_back(range_text(row)); });
+    describe_settings(defaults,
+                      [&](const RowInfo& row, const auto&) { all.push_back(range_text(row)); });
     return all;
   }();
   describe_settings(settings, [&](const RowInfo& row, const auto& value) {
@@ -92,7 +164,8 @@ Status set_setting(Settings& settings, std::string_view name, std::string_view t
     const auto parsed = parse_int<std::uint64_t>(number);
     if (!parsed || *parsed < row.least || *parsed > row.most) {
       status = Status(Code::kInvalidArgument,
-                      fmt::format("{}: '{}' is not a whole number from {} to {} {}", name, text, row.least, row.most, row.unit));
+                      fmt::format("{}: '{}' is not a whole number from {} to {} {}", name, text,
+                                  row.least, row.most, row.unit));
       return;
     }
     if constexpr (std::is_same_v<T, Duration>) {
@@ -110,7 +183,8 @@ Status apply_environment(Settings& settings, const std::function<const char*(con
     const char* value = get(std::string(row.environment).c_str());
     if (value == nullptr || *value == '\0') continue;
     if (Status status = set_setting(settings, row.name, value); !status.ok()) {
-      return Status(status.code(), fmt::format("{} = {}: {}", row.environment, value, status.message()));
+      return Status(status.code(),
+                    fmt::format("{} = {}: {}", row.environment, value, status.message()));
     }
   }
   return {};

@@ -11,7 +11,9 @@
 namespace kvferry::data {
 namespace {
 
-void plain_copy(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+void plain_copy(void* to, const void* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
 
 #if defined(__x86_64__)
 
@@ -27,7 +29,8 @@ void streaming_copy(void* to, const void* from, std::size_t bytes) {
     std::memcpy(t, f, bytes);
     return;
   }
-  const std::size_t head = (kLine - (reinterpret_cast<std::uintptr_t>(t) & (kLine - 1))) & (kLine - 1);
+  const std::size_t head =
+      (kLine - (reinterpret_cast<std::uintptr_t>(t) & (kLine - 1))) & (kLine - 1);
   if (head > 0) std::memcpy(t, f, head);
   const std::size_t lines = (bytes - head) / kLine;
   Lines(t + head, f + head, lines);
@@ -35,14 +38,18 @@ void streaming_copy(void* to, const void* from, std::size_t bytes) {
   if (done < bytes) std::memcpy(t + done, f + done, bytes - done);
 }
 
-__attribute__((target("avx512f"))) void lines_avx512(char* to, const char* from, std::size_t lines) {
-  for (std::size_t i = 0; i < lines; ++i) _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i * kLine), _mm512_loadu_si512(from + i * kLine));
+__attribute__((target("avx512f"))) void lines_avx512(char* to, const char* from,
+                                                     std::size_t lines) {
+  for (std::size_t i = 0; i < lines; ++i)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i * kLine),
+                        _mm512_loadu_si512(from + i * kLine));
 }
 
 __attribute__((target("avx2"))) void lines_avx2(char* to, const char* from, std::size_t lines) {
   for (std::size_t i = 0; i < lines; ++i) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * kLine));
-    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * kLine + 32));
+    const __m256i high =
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i * kLine + 32));
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i * kLine), low);
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i * kLine + 32), high);
   }

@@ -25,11 +25,15 @@ CopyPlan random_plan(Random& random) {
       lane.bytes = static_cast<std::uint32_t>(1 + random.below(50));
       lane.source_row = lane.bytes + static_cast<std::uint32_t>(random.below(3));
       lane.target_row = lane.bytes + static_cast<std::uint32_t>(random.below(3));
-      lane.source_item = lane.rows == 1 && random.chance(50) ? lane.bytes : lane.rows * lane.source_row;
-      lane.target_item = lane.rows == 1 && random.chance(50) ? lane.bytes : lane.rows * lane.target_row;
+      lane.source_item =
+          lane.rows == 1 && random.chance(50) ? lane.bytes : lane.rows * lane.source_row;
+      lane.target_item =
+          lane.rows == 1 && random.chance(50) ? lane.bytes : lane.rows * lane.target_row;
     }
     for (kvferry::Run& run : group.runs) {
-      run = {static_cast<std::uint32_t>(random.below(50)), static_cast<std::uint32_t>(random.below(50)), static_cast<std::uint32_t>(1 + random.below(4))};
+      run = {static_cast<std::uint32_t>(random.below(50)),
+             static_cast<std::uint32_t>(random.below(50)),
+             static_cast<std::uint32_t>(1 + random.below(4))};
     }
   }
   return plan;
@@ -42,7 +46,8 @@ TEST(PlanCursor, VisitsWhatTheListSaysInItsOrderForEveryCut) {
     const CopyPlan plan = random_plan(random);
     std::vector<std::pair<std::uint64_t, std::uint64_t>> expected, seen;
     for (const plan::Block& block : plan::expand(plan)) {
-      for (std::uint64_t b = 0; b < block.bytes; ++b) expected.emplace_back(block.source + b, block.target + b);
+      for (std::uint64_t b = 0; b < block.bytes; ++b)
+        expected.emplace_back(block.source + b, block.target + b);
     }
     PlanCursor cursor(plan);
     EXPECT_EQ(cursor.left(), expected.size());
@@ -58,14 +63,23 @@ TEST(PlanCursor, VisitsWhatTheListSaysInItsOrderForEveryCut) {
 class Grants : public testing::Test {
  protected:
   Grants() {
-    slabs_ = std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{{1000, 100, 80, 10}, {5000, 100, 80, 10}});
+    slabs_ = std::make_shared<const std::vector<GrantSlab>>(
+        std::vector<GrantSlab>{{1000, 100, 80, 10}, {5000, 100, 80, 10}});
     EXPECT_TRUE(table_.add({GrantId{1}, kToken, false, {GrantGroup{slabs_, {2, 3, 4, 7}}}}).ok());
   }
-  static CopyPlan plan(std::uint64_t target, std::uint32_t bytes, std::uint32_t first, std::uint32_t count, std::uint64_t stride = 100) {
-    return {CopyGroup{{Lane{.source = 0, .target = target, .source_item = stride, .target_item = stride, .rows = 1, .bytes = bytes}},
+  static CopyPlan plan(std::uint64_t target, std::uint32_t bytes, std::uint32_t first,
+                       std::uint32_t count, std::uint64_t stride = 100) {
+    return {CopyGroup{{Lane{.source = 0,
+                            .target = target,
+                            .source_item = stride,
+                            .target_item = stride,
+                            .rows = 1,
+                            .bytes = bytes}},
                       {kvferry::Run{0, first, count}}}};
   }
-  bool allowed(const CopyPlan& p, Authority authority = {kToken, false}) { return table_.check(authority, p).ok(); }
+  bool allowed(const CopyPlan& p, Authority authority = {kToken, false}) {
+    return table_.check(authority, p).ok();
+  }
 
   static constexpr Token kToken{1, 2};
   GrantSlabs slabs_;
@@ -101,7 +115,8 @@ TEST_F(Grants, RowsMustStayInsideTheItem) {
 
 TEST_F(Grants, ATokenThatIsNotKnownOpensNothing) {
   EXPECT_FALSE(allowed(plan(1000, 80, 2, 1), {Token{9, 9}, false}));
-  EXPECT_FALSE(allowed(plan(1000, 80, 2, 1), {Token{}, true})) << "a foreign writer gets nothing of a native grant";
+  EXPECT_FALSE(allowed(plan(1000, 80, 2, 1), {Token{}, true}))
+      << "a foreign writer gets nothing of a native grant";
   table_.remove(GrantId{1});
   EXPECT_FALSE(allowed(plan(1000, 80, 2, 1)));
 }
@@ -165,7 +180,8 @@ TEST(TcpFrames, ThePlanCrossesWithoutItsSourceSide) {
     ASSERT_TRUE(back.ok()) << back.status().to_string();
     EXPECT_EQ(back->authority.token, authority.token);
     EXPECT_EQ(bytes_of(back->plan), bytes_of(plan));
-    for (std::size_t cut = 0; cut < bytes.size(); cut += 3) EXPECT_FALSE(tcp::decode_begin(std::string_view(bytes).substr(0, cut)).ok());
+    for (std::size_t cut = 0; cut < bytes.size(); cut += 3)
+      EXPECT_FALSE(tcp::decode_begin(std::string_view(bytes).substr(0, cut)).ok());
   }
 }
 
@@ -173,7 +189,8 @@ TEST(TcpFrames, RandomBytesAreRefused) {
   Random random(7);
   for (int i = 0; i < 100000; ++i) {
     std::string bytes(random.below(120), '\0');
-    for (char& c : bytes) c = static_cast<char>(random.chance(70) ? random.below(3) : random.below(256));
+    for (char& c : bytes)
+      c = static_cast<char>(random.chance(70) ? random.below(3) : random.below(256));
     (void)tcp::decode_begin(bytes);
     (void)tcp::decode_hello(bytes);
     (void)tcp::decode_done(bytes);

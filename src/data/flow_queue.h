@@ -1,5 +1,5 @@
-// Turns: one slice for each flow (room) in a circle, and within a flow the writes in their order. A large room does not
-// hold up a small one on the same stream.
+// Turns: one slice for each flow (room) in a circle, and within a flow the writes in their order. A
+// large room does not hold up a small one on the same stream.
 #pragma once
 
 #include <cstdint>

@@ -7,9 +7,11 @@
 namespace kvferry::data {
 
 Status GrantTable::add(GrantSpec spec) {
-  if (!spec.foreign && spec.token.is_zero()) return Status(Code::kInvalidArgument, "a grant for native writers needs a token");
+  if (!spec.foreign && spec.token.is_zero())
+    return Status(Code::kInvalidArgument, "a grant for native writers needs a token");
   if (grants_.contains(spec.id) || (!spec.foreign && by_token_.contains(spec.token))) {
-    return Status(Code::kAlreadyExists, fmt::format("grant {} exists", static_cast<std::uint64_t>(spec.id)));
+    return Status(Code::kAlreadyExists,
+                  fmt::format("grant {} exists", static_cast<std::uint64_t>(spec.id)));
   }
   Grant grant{spec.token, spec.foreign, {}};
   for (GrantGroup& group : spec.groups) {
@@ -43,7 +45,8 @@ bool GrantTable::remove(GrantId id) {
 
 Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
   const auto refused = [](std::string why) { return Status(Code::kRefused, std::move(why)); };
-  // Lanes nearly always start in item 0 of slabs of one group; then the runs are checked once for all of them.
+  // Lanes nearly always start in item 0 of slabs of one group; then the runs are checked once for
+  // all of them.
   const Group* checked_group = nullptr;
   std::uint64_t checked_shift = 0;
   for (const Lane& lane : copies.lanes) {
@@ -51,28 +54,36 @@ Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
     std::uint64_t shift = 0;
     for (const Group& group : grant.groups) {
       const auto& slabs = *group.slabs;
-      auto it = std::upper_bound(slabs.begin(), slabs.end(), lane.target, [](std::uint64_t at, const GrantSlab& slab) { return at < slab.base; });
+      auto it =
+          std::upper_bound(slabs.begin(), slabs.end(), lane.target,
+                           [](std::uint64_t at, const GrantSlab& slab) { return at < slab.base; });
       if (it == slabs.begin()) continue;
       const GrantSlab& slab = *std::prev(it);
       const std::uint64_t offset = lane.target - slab.base;
       shift = offset / slab.item_stride;
       const std::uint64_t inside = offset % slab.item_stride;
-      const std::uint64_t extent = std::uint64_t{lane.rows == 0 ? 0 : lane.rows - 1} * lane.target_row + lane.bytes;
+      const std::uint64_t extent =
+          std::uint64_t{lane.rows == 0 ? 0 : lane.rows - 1} * lane.target_row + lane.bytes;
       if (shift >= slab.item_count) continue;
       if (inside + extent > slab.item_bytes) {
-        return refused(fmt::format("{} bytes at {} of an item of {} bytes", extent, inside, slab.item_bytes));
+        return refused(
+            fmt::format("{} bytes at {} of an item of {} bytes", extent, inside, slab.item_bytes));
       }
       if (lane.target_item != slab.item_stride) {
-        return refused(fmt::format("item stride {} of a pool with {}", lane.target_item, slab.item_stride));
+        return refused(
+            fmt::format("item stride {} of a pool with {}", lane.target_item, slab.item_stride));
       }
       found = &group;
       break;
     }
-    if (found == nullptr) return refused(fmt::format("address {:#x} is in no lent pool", lane.target));
+    if (found == nullptr)
+      return refused(fmt::format("address {:#x} is in no lent pool", lane.target));
     if (found == checked_group && shift == checked_shift) continue;
     for (const Run& run : copies.runs) {
       const std::uint64_t first = run.target_first + shift, end = first + run.count;
-      auto it = std::upper_bound(found->items.begin(), found->items.end(), first, [](std::uint64_t at, const auto& range) { return at < range.first; });
+      auto it =
+          std::upper_bound(found->items.begin(), found->items.end(), first,
+                           [](std::uint64_t at, const auto& range) { return at < range.first; });
       if (run.count == 0 || it == found->items.begin() || std::prev(it)->second < end) {
         return refused(fmt::format("items {}..{} are not lent", first, end));
       }
@@ -86,11 +97,14 @@ Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
 Result<GrantId> GrantTable::find(const Authority& authority, const CopyPlan& plan) const {
   if (!authority.foreign) {
     const auto it = by_token_.find(authority.token);
-    if (it == by_token_.end()) return Status(Code::kRefused, "no such grant: it was taken back, or never given");
-    for (const CopyGroup& group : plan) KVF_RETURN_IF_ERROR(check_group(grants_.at(it->second), group));
+    if (it == by_token_.end())
+      return Status(Code::kRefused, "no such grant: it was taken back, or never given");
+    for (const CopyGroup& group : plan)
+      KVF_RETURN_IF_ERROR(check_group(grants_.at(it->second), group));
     return it->second;
   }
-  // The writer names no grant: each group must lie within some grant that is lent to foreign writers.
+  // The writer names no grant: each group must lie within some grant that is lent to foreign
+  // writers.
   Status last(Code::kRefused, "nothing is lent to foreign writers");
   GrantId covering{};
   for (const CopyGroup& group : plan) {
@@ -110,7 +124,9 @@ Result<GrantId> GrantTable::find(const Authority& authority, const CopyPlan& pla
 }
 
 Status GrantTable::recheck(Ticket& ticket, const Authority& authority, const CopyPlan& plan) const {
-  if (ticket.valid && (authority.foreign ? ticket.generation == foreign_generation_ : grants_.contains(ticket.grant))) return {};
+  if (ticket.valid && (authority.foreign ? ticket.generation == foreign_generation_
+                                         : grants_.contains(ticket.grant)))
+    return {};
   const bool had_one = ticket.valid;
   const auto grant = find(authority, plan);
   ticket = {grant.ok(), grant.ok() ? *grant : GrantId{}, foreign_generation_};

@@ -1,4 +1,5 @@
-// What a process has lent, and the check of every copy against it. Used by every plane on its target side.
+// What a process has lent, and the check of every copy against it. Used by every plane on its
+// target side.
 //
 // Not thread-safe: a plane calls it from the one thread that lands bytes, or under its own lock.
 #pragma once
@@ -17,8 +18,11 @@ class GrantTable {
   // False: it was not there.
   bool remove(GrantId grant);
 
-  // Checks every lane times every run of `plan`: inside an item of a lent slab, of lent items only. kRefused says which.
-  [[nodiscard]] Status check(const Authority& authority, const CopyPlan& plan) const { return find(authority, plan).status(); }
+  // Checks every lane times every run of `plan`: inside an item of a lent slab, of lent items only.
+  // kRefused says which.
+  [[nodiscard]] Status check(const Authority& authority, const CopyPlan& plan) const {
+    return find(authority, plan).status();
+  }
 
   // The answer of an earlier check of the same plan, so that the next one is cheap.
   struct Ticket {
@@ -26,7 +30,8 @@ class GrantTable {
     GrantId grant{};
     std::uint64_t generation = 0;
   };
-  // Like check(), but looks again only where something was taken back since. To be asked before every slice lands.
+  // Like check(), but looks again only where something was taken back since. To be asked before
+  // every slice lands.
   Status recheck(Ticket& ticket, const Authority& authority, const CopyPlan& plan) const;
 
   [[nodiscard]] std::size_t size() const { return grants_.size(); }

@@ -1,5 +1,5 @@
-// Walks the bytes of a plan in its one order: group, lane, run, item, row, byte. Source and target walk alike, so only the
-// plan crosses between them, never a list.
+// Walks the bytes of a plan in its one order: group, lane, run, item, row, byte. Source and target
+// walk alike, so only the plan crosses between them, never a list.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,8 @@ class PlanCursor {
 
   [[nodiscard]] std::uint64_t left() const { return left_; }
 
-  // Visits the next `budget` bytes (or what is left) as pieces: visit(source, target, bytes). Returns the bytes visited.
+  // Visits the next `budget` bytes (or what is left) as pieces: visit(source, target, bytes).
+  // Returns the bytes visited.
   template <class Visit>
   std::uint64_t advance(std::uint64_t budget, Visit&& visit) {
     budget = std::min(budget, left_);
@@ -26,7 +27,8 @@ class PlanCursor {
       const Lane& lane = group.lanes[lane_];
       const Run& run = group.runs[run_];
       // A run whose items are dense on both sides is one piece.
-      const bool dense = lane.rows == 1 && lane.bytes == lane.source_item && lane.bytes == lane.target_item;
+      const bool dense =
+          lane.rows == 1 && lane.bytes == lane.source_item && lane.bytes == lane.target_item;
       const std::uint64_t source = lane.source + run.source_first * lane.source_item;
       const std::uint64_t target = lane.target + run.target_first * lane.target_item;
       if (dense) {
@@ -41,7 +43,8 @@ class PlanCursor {
       std::uint64_t s = source + item_ * lane.source_item, t = target + item_ * lane.target_item;
       for (;;) {
         const std::uint64_t n = std::min<std::uint64_t>(want, lane.bytes - offset_);
-        visit(s + std::uint64_t{row_} * lane.source_row + offset_, t + std::uint64_t{row_} * lane.target_row + offset_, n);
+        visit(s + std::uint64_t{row_} * lane.source_row + offset_,
+              t + std::uint64_t{row_} * lane.target_row + offset_, n);
         want -= n;
         offset_ += n;
         if (offset_ < lane.bytes) break;
@@ -74,7 +77,9 @@ class PlanCursor {
     skip_empty();
   }
   void skip_empty() {
-    while (group_ < plan_->size() && ((*plan_)[group_].lanes.empty() || (*plan_)[group_].runs.empty())) ++group_;
+    while (group_ < plan_->size() &&
+           ((*plan_)[group_].lanes.empty() || (*plan_)[group_].runs.empty()))
+      ++group_;
   }
 
   const CopyPlan* plan_;

@@ -24,8 +24,13 @@ constexpr std::size_t kAnswerBytesMax = 256U << 20;  // layouts of large instanc
 // One call: resolve, connect, write, read. Keeps itself alive until it has answered.
 class Call : public std::enable_shared_from_this<Call> {
  public:
-  Call(asio::io_context& io, proto::HttpRequest request, std::function<void(proto::HttpResponse)> done)
-      : resolver_(io), stream_(io), timer_(io), request_(std::move(request)), done_(std::move(done)) {}
+  Call(asio::io_context& io, proto::HttpRequest request,
+       std::function<void(proto::HttpResponse)> done)
+      : resolver_(io),
+        stream_(io),
+        timer_(io),
+        request_(std::move(request)),
+        done_(std::move(done)) {}
 
   void start() {
     http::verb verb = http::string_to_verb(request_.method);
@@ -40,19 +45,26 @@ class Call : public std::enable_shared_from_this<Call> {
     timer_.async_wait([self = shared_from_this()](beast::error_code error) {
       if (!error) self->finish({0, "timed out"});
     });
-    resolver_.async_resolve(request_.server.host, std::to_string(request_.server.port), [self = shared_from_this()](beast::error_code error, const tcp::resolver::results_type& found) {
-      if (error) return self->finish({0, error.message()});
-      self->stream_.async_connect(found, [self](beast::error_code e, const tcp::endpoint&) {
-        if (e) return self->finish({0, e.message()});
-        http::async_write(self->stream_, self->message_, [self](beast::error_code written, std::size_t) {
-          if (written) return self->finish({0, written.message()});
-          http::async_read(self->stream_, self->buffer_, self->parser_, [self](beast::error_code read, std::size_t) {
-            if (read) return self->finish({0, read.message()});
-            self->finish({static_cast<int>(self->parser_.get().result_int()), std::move(self->parser_.get().body())});
+    resolver_.async_resolve(
+        request_.server.host, std::to_string(request_.server.port),
+        [self = shared_from_this()](beast::error_code error,
+                                    const tcp::resolver::results_type& found) {
+          if (error) return self->finish({0, error.message()});
+          self->stream_.async_connect(found, [self](beast::error_code e, const tcp::endpoint&) {
+            if (e) return self->finish({0, e.message()});
+            http::async_write(
+                self->stream_, self->message_, [self](beast::error_code written, std::size_t) {
+                  if (written) return self->finish({0, written.message()});
+                  http::async_read(
+                      self->stream_, self->buffer_, self->parser_,
+                      [self](beast::error_code read, std::size_t) {
+                        if (read) return self->finish({0, read.message()});
+                        self->finish({static_cast<int>(self->parser_.get().result_int()),
+                                      std::move(self->parser_.get().body())});
+                      });
+                });
           });
         });
-      });
-    });
   }
 
  private:
@@ -92,13 +104,16 @@ HttpClient::~HttpClient() {
 }
 
 void HttpClient::call(proto::HttpRequest request, std::function<void(proto::HttpResponse)> done) {
-  asio::post(impl_->io, [this, request = std::move(request), done = std::move(done)]() mutable { std::make_shared<Call>(impl_->io, std::move(request), std::move(done))->start(); });
+  asio::post(impl_->io, [this, request = std::move(request), done = std::move(done)]() mutable {
+    std::make_shared<Call>(impl_->io, std::move(request), std::move(done))->start();
+  });
 }
 
 proto::HttpResponse HttpClient::call_and_wait(proto::HttpRequest request) {
   auto promise = std::make_shared<std::promise<proto::HttpResponse>>();
   auto answer = promise->get_future();
-  call(std::move(request), [promise](proto::HttpResponse response) { promise->set_value(std::move(response)); });
+  call(std::move(request),
+       [promise](proto::HttpResponse response) { promise->set_value(std::move(response)); });
   return answer.get();
 }
 

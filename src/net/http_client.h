@@ -1,4 +1,5 @@
-// HTTP calls to bootstrap servers, asynchronous, on a thread of its own. A slow server holds up nobody else.
+// HTTP calls to bootstrap servers, asynchronous, on a thread of its own. A slow server holds up
+// nobody else.
 #pragma once
 
 #include <functional>

@@ -3,12 +3,12 @@
 #include <thread>
 #include <vector>
 
+#include <fmt/format.h>
 #include <boost/asio/io_context.hpp>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/steady_timer.hpp>
 #include <boost/beast/core.hpp>
 #include <boost/beast/http.hpp>
-#include <fmt/format.h>
 
 #include "src/base/parse.h"
 
@@ -21,7 +21,8 @@ namespace http = beast::http;
 using tcp = asio::ip::tcp;
 
 constexpr std::uint32_t kHeaderBytesMax = 64 << 10;
-constexpr std::size_t kDrainBytesMax = 8 << 20;  // of a body that is refused, read so that the answer arrives
+constexpr std::size_t kDrainBytesMax =
+    8 << 20;  // of a body that is refused, read so that the answer arrives
 
 }  // namespace
 
@@ -42,7 +43,8 @@ namespace {
 // One connection. Keeps itself alive while an operation is under way.
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(tcp::socket socket, const HttpServer::Options& options, const HttpServer::Handler& handler, std::size_t& count)
+  Connection(tcp::socket socket, const HttpServer::Options& options,
+             const HttpServer::Handler& handler, std::size_t& count)
       : stream_(std::move(socket)), options_(options), handler_(handler), count_(count) {
     ++count_;
     beast::error_code ignored;
@@ -54,28 +56,30 @@ class Connection : public std::enable_shared_from_this<Connection> {
     parser_.emplace();
     parser_->header_limit(kHeaderBytesMax);
     parser_->body_limit(kDrainBytesMax);
-    http::async_read_header(stream_, buffer_, *parser_, [self = shared_from_this()](beast::error_code error, std::size_t) {
-      if (error) return;  // closed by the peer, or no HTTP
-      const auto length = self->parser_->content_length();
-      if (length && *length > self->options_.body_bytes_max) {
-        self->too_large_ = true;
-        self->announced_ = *length;
-        if (*length > kDrainBytesMax) return self->handle();
-      }
-      self->read_body();
-    });
+    http::async_read_header(stream_, buffer_, *parser_,
+                            [self = shared_from_this()](beast::error_code error, std::size_t) {
+                              if (error) return;  // closed by the peer, or no HTTP
+                              const auto length = self->parser_->content_length();
+                              if (length && *length > self->options_.body_bytes_max) {
+                                self->too_large_ = true;
+                                self->announced_ = *length;
+                                if (*length > kDrainBytesMax) return self->handle();
+                              }
+                              self->read_body();
+                            });
   }
 
  private:
   void read_body() {
-    http::async_read(stream_, buffer_, *parser_, [self = shared_from_this()](beast::error_code error, std::size_t) {
-      if (error == http::error::body_limit) {
-        self->too_large_ = true;
-        return self->handle();
-      }
-      if (error) return;
-      self->handle();
-    });
+    http::async_read(stream_, buffer_, *parser_,
+                     [self = shared_from_this()](beast::error_code error, std::size_t) {
+                       if (error == http::error::body_limit) {
+                         self->too_large_ = true;
+                         return self->handle();
+                       }
+                       if (error) return;
+                       self->handle();
+                     });
   }
 
   void handle() {
@@ -87,24 +91,30 @@ class Connection : public std::enable_shared_from_this<Connection> {
       keep_alive_ = false;
     }
     head_ = message.method() == http::verb::head;
-    ServerRequest request{std::string(message.method_string()), std::string(message.target()), too_large_ ? std::string() : std::move(message.body()), too_large_, announced_};
-    handler_(std::move(request), [self = shared_from_this()](ServerResponse response) { self->write(std::move(response)); });
+    ServerRequest request{std::string(message.method_string()), std::string(message.target()),
+                          too_large_ ? std::string() : std::move(message.body()), too_large_,
+                          announced_};
+    handler_(std::move(request), [self = shared_from_this()](ServerResponse response) {
+      self->write(std::move(response));
+    });
   }
 
   void write(ServerResponse response) {
     message_ = {static_cast<http::status>(response.status), 11};
     message_.set(http::field::server, "kvferry");
-    if (!response.content_type.empty()) message_.set(http::field::content_type, response.content_type);
+    if (!response.content_type.empty())
+      message_.set(http::field::content_type, response.content_type);
     if (!response.allow.empty()) message_.set(http::field::allow, response.allow);
     message_.keep_alive(keep_alive_);
     message_.body() = std::move(response.body);
     message_.prepare_payload();
-    http::async_write(stream_, message_, [self = shared_from_this()](beast::error_code error, std::size_t) {
-      if (error) return;
-      if (self->keep_alive_) return self->read();
-      beast::error_code ignored;
-      self->stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);
-    });
+    http::async_write(stream_, message_,
+                      [self = shared_from_this()](beast::error_code error, std::size_t) {
+                        if (error) return;
+                        if (self->keep_alive_) return self->read();
+                        beast::error_code ignored;
+                        self->stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);
+                      });
   }
 
   beast::tcp_stream stream_;
@@ -121,9 +131,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
 // Knocks at several addresses at once.
 class Probe : public std::enable_shared_from_this<Probe> {
  public:
-  Probe(asio::io_context& io, std::vector<Address> addresses, std::function<void(std::vector<Address>)> done)
+  Probe(asio::io_context& io, std::vector<Address> addresses,
+        std::function<void(std::vector<Address>)> done)
       : timer_(io), resolver_(io), addresses_(std::move(addresses)), done_(std::move(done)) {
-    for (std::size_t i = 0; i < addresses_.size(); ++i) sockets_.push_back(std::make_unique<tcp::socket>(io));
+    for (std::size_t i = 0; i < addresses_.size(); ++i)
+      sockets_.push_back(std::make_unique<tcp::socket>(io));
   }
   void start(Duration timeout) {
     left_ = addresses_.size();
@@ -140,10 +152,12 @@ class Probe : public std::enable_shared_from_this<Probe> {
         ended();
         continue;
       }
-      sockets_[i]->async_connect({ip, addresses_[i].port}, [self = shared_from_this(), i](beast::error_code error) {
-        if (!error && self->done_) self->alive_.push_back(self->addresses_[i]);
-        self->ended();
-      });
+      sockets_[i]->async_connect({ip, addresses_[i].port},
+                                 [self = shared_from_this(), i](beast::error_code error) {
+                                   if (!error && self->done_)
+                                     self->alive_.push_back(self->addresses_[i]);
+                                   self->ended();
+                                 });
     }
   }
 
@@ -172,20 +186,24 @@ class Probe : public std::enable_shared_from_this<Probe> {
 void HttpServer::Impl::accept() {
   acceptor.async_accept([this](beast::error_code error, tcp::socket socket) {
     if (error == asio::error::operation_aborted) return;
-    if (!error && connections < options.connections_max) std::make_shared<Connection>(std::move(socket), options, handler, connections)->read();
+    if (!error && connections < options.connections_max)
+      std::make_shared<Connection>(std::move(socket), options, handler, connections)->read();
     accept();
   });
 }
 
 Result<std::unique_ptr<HttpServer>> HttpServer::create(const Options& options, Handler handler) {
   auto impl = std::make_unique<Impl>(options, std::move(handler));
-  const std::string where = Address{std::string(without_brackets(options.host)), options.port}.host_port();
+  const std::string where =
+      Address{std::string(without_brackets(options.host)), options.port}.host_port();
   const auto failed = [&](std::string_view what, const beast::error_code& error) {
-    return Status(Code::kUnavailable, fmt::format("bootstrap server cannot listen on {}: {}: {}", where, what, error.message()));
+    return Status(Code::kUnavailable, fmt::format("bootstrap server cannot listen on {}: {}: {}",
+                                                  where, what, error.message()));
   };
   beast::error_code error;
   tcp::resolver resolver(impl->io);
-  const auto found = resolver.resolve(std::string(without_brackets(options.host)), std::to_string(options.port), tcp::resolver::passive, error);
+  const auto found = resolver.resolve(std::string(without_brackets(options.host)),
+                                      std::to_string(options.port), tcp::resolver::passive, error);
   if (error) return failed("host", error);
   const tcp::endpoint endpoint = *found.begin();
   impl->acceptor.open(endpoint.protocol(), error);
@@ -208,9 +226,12 @@ HttpServer::~HttpServer() {
   impl_->thread.join();
 }
 
-std::uint16_t HttpServer::port() const { return impl_->acceptor.local_endpoint().port(); }
+std::uint16_t HttpServer::port() const {
+  return impl_->acceptor.local_endpoint().port();
+}
 
-void HttpServer::probe(std::vector<Address> addresses, Duration timeout, std::function<void(std::vector<Address>)> done) {
+void HttpServer::probe(std::vector<Address> addresses, Duration timeout,
+                       std::function<void(std::vector<Address>)> done) {
   std::make_shared<Probe>(impl_->io, std::move(addresses), std::move(done))->start(timeout);
 }
 

@@ -1,4 +1,5 @@
-// An event-driven HTTP/1.1 server on one thread: thousands of idle keep-alive connections cost no thread.
+// An event-driven HTTP/1.1 server on one thread: thousands of idle keep-alive connections cost no
+// thread.
 #pragma once
 
 #include <functional>
@@ -13,7 +14,7 @@ namespace kvferry::net {
 
 struct ServerRequest {
   std::string method, target, body;
-  bool too_large = false;  // the body was above the limit and was not read
+  bool too_large = false;      // the body was above the limit and was not read
   std::size_t body_bytes = 0;  // as announced, when too large
 };
 struct ServerResponse {
@@ -41,7 +42,8 @@ class HttpServer {
 
   [[nodiscard]] std::uint16_t port() const;
   // For use inside the handler: which of the addresses accept a connection within `timeout`.
-  void probe(std::vector<Address> addresses, Duration timeout, std::function<void(std::vector<Address>)> done);
+  void probe(std::vector<Address> addresses, Duration timeout,
+             std::function<void(std::vector<Address>)> done);
 
  private:
   struct Impl;

@@ -13,10 +13,13 @@ constexpr int kLingerMs = 500;  // last words at shutdown
 constexpr std::size_t kFramesMax = 64;
 
 std::string endpoint(const std::string& host, const std::string& port) {
-  return is_ipv6(host) ? fmt::format("tcp://[{}]:{}", host, port) : fmt::format("tcp://{}:{}", host, port);
+  return is_ipv6(host) ? fmt::format("tcp://[{}]:{}", host, port)
+                       : fmt::format("tcp://{}:{}", host, port);
 }
 
-void set_int(void* socket, int option, int value) { zmq_setsockopt(socket, option, &value, sizeof value); }
+void set_int(void* socket, int option, int value) {
+  zmq_setsockopt(socket, option, &value, sizeof value);
+}
 
 void set_common(void* socket) {
   set_int(socket, ZMQ_IPV6, 1);
@@ -29,22 +32,29 @@ void set_common(void* socket) {
 
 }  // namespace
 
-Result<std::unique_ptr<ZmqControl>> ZmqControl::create(const ZmqControlOptions& options, const Settings& settings) {
+Result<std::unique_ptr<ZmqControl>> ZmqControl::create(const ZmqControlOptions& options,
+                                                       const Settings& settings) {
   const std::string host = std::string(without_brackets(options.listen_host));
   const std::string shown = options.public_host.empty() ? host : options.public_host;
-  if (is_wildcard(shown)) return Status(Code::kInvalidArgument, fmt::format("control socket: {} is a wildcard; set the public host", shown));
+  if (is_wildcard(shown))
+    return Status(Code::kInvalidArgument,
+                  fmt::format("control socket: {} is a wildcard; set the public host", shown));
   std::unique_ptr<ZmqControl> control(new ZmqControl(settings));
   control->context_ = zmq_ctx_new();
-  zmq_ctx_set(control->context_, ZMQ_MAX_SOCKETS, static_cast<int>(std::min<std::uint64_t>(settings.control_sockets_max + 16, 65535)));
+  zmq_ctx_set(control->context_, ZMQ_MAX_SOCKETS,
+              static_cast<int>(std::min<std::uint64_t>(settings.control_sockets_max + 16, 65535)));
   control->pull_ = zmq_socket(control->context_, ZMQ_PULL);
-  if (control->pull_ == nullptr) return Status(Code::kExhausted, fmt::format("control socket: {}", zmq_strerror(zmq_errno())));
+  if (control->pull_ == nullptr)
+    return Status(Code::kExhausted, fmt::format("control socket: {}", zmq_strerror(zmq_errno())));
   set_common(control->pull_);
-  set_int(control->pull_, ZMQ_RCVHWM, static_cast<int>(std::min<std::uint64_t>(settings.control_queue_max, 1 << 30)));
+  set_int(control->pull_, ZMQ_RCVHWM,
+          static_cast<int>(std::min<std::uint64_t>(settings.control_queue_max, 1 << 30)));
   const auto most = static_cast<std::int64_t>(settings.control_message_bytes_max);
   zmq_setsockopt(control->pull_, ZMQ_MAXMSGSIZE, &most, sizeof most);
   const std::string port = options.listen_port == 0 ? "*" : std::to_string(options.listen_port);
   if (zmq_bind(control->pull_, endpoint(host, port).c_str()) != 0) {
-    return Status(Code::kUnavailable, fmt::format("control socket cannot listen on {}: {}", endpoint(host, port), zmq_strerror(zmq_errno())));
+    return Status(Code::kUnavailable, fmt::format("control socket cannot listen on {}: {}",
+                                                  endpoint(host, port), zmq_strerror(zmq_errno())));
   }
   char bound[256] = "";
   std::size_t size = sizeof bound;
@@ -74,7 +84,8 @@ bool ZmqControl::receive(wire::Frames& frames) {
       return false;
     }
     // A message with endless frames is kept short; the decoder then refuses it.
-    if (frames.size() < kFramesMax) frames.emplace_back(static_cast<const char*>(zmq_msg_data(&message)), zmq_msg_size(&message));
+    if (frames.size() < kFramesMax)
+      frames.emplace_back(static_cast<const char*>(zmq_msg_data(&message)), zmq_msg_size(&message));
     const bool more = zmq_msg_more(&message) != 0;
     zmq_msg_close(&message);
     if (!more) return true;
@@ -96,7 +107,8 @@ void* ZmqControl::socket_for(const Address& to) {
   void* socket = zmq_socket(context_, ZMQ_PUSH);
   if (socket == nullptr) return nullptr;
   set_common(socket);
-  set_int(socket, ZMQ_SNDHWM, static_cast<int>(std::min<std::uint64_t>(settings_.control_queue_max, 1 << 30)));
+  set_int(socket, ZMQ_SNDHWM,
+          static_cast<int>(std::min<std::uint64_t>(settings_.control_queue_max, 1 << 30)));
   set_int(socket, ZMQ_RECONNECT_IVL, 20);
   set_int(socket, ZMQ_RECONNECT_IVL_MAX, 500);
   if (zmq_connect(socket, endpoint(to.host, std::to_string(to.port)).c_str()) != 0) {

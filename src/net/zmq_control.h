@@ -1,5 +1,5 @@
-// The control socket of one rank: a ZeroMQ PULL socket that peers push to, and a PUSH socket for each peer. Owned and used by
-// the endpoint's loop thread alone. No call blocks.
+// The control socket of one rank: a ZeroMQ PULL socket that peers push to, and a PUSH socket for
+// each peer. Owned and used by the endpoint's loop thread alone. No call blocks.
 #pragma once
 
 #include <functional>
@@ -22,8 +22,10 @@ struct ZmqControlOptions {
 
 class ZmqControl final : public proto::ControlPort {
  public:
-  // kUnavailable with the address when it cannot listen there; kInvalidArgument for a wildcard without a public host.
-  static Result<std::unique_ptr<ZmqControl>> create(const ZmqControlOptions& options, const Settings& settings);
+  // kUnavailable with the address when it cannot listen there; kInvalidArgument for a wildcard
+  // without a public host.
+  static Result<std::unique_ptr<ZmqControl>> create(const ZmqControlOptions& options,
+                                                    const Settings& settings);
   ~ZmqControl() override;
 
   [[nodiscard]] const Address& address() const { return address_; }
@@ -32,7 +34,8 @@ class ZmqControl final : public proto::ControlPort {
   // One message. False: there is none.
   bool receive(wire::Frames& frames);
 
-  // Queues for the peer; connections are made, and made again, by ZeroMQ. Dropped when the peer's queue is full.
+  // Queues for the peer; connections are made, and made again, by ZeroMQ. Dropped when the peer's
+  // queue is full.
   void send(const Address& to, wire::Frames frames) override;
 
   [[nodiscard]] std::uint64_t dropped() const { return dropped_; }

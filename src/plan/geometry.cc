@@ -8,18 +8,20 @@ namespace kvferry::plan {
 
 LayerRange layers_of_stage(std::uint32_t layers, std::uint32_t size, std::uint32_t rank) {
   const PagePart part = cp_part(layers, size, rank);
-  return {static_cast<std::uint32_t>(part.begin), static_cast<std::uint32_t>(part.end - part.begin)};
+  return {static_cast<std::uint32_t>(part.begin),
+          static_cast<std::uint32_t>(part.end - part.begin)};
 }
 
-Layout layout_of_rank(const Geometry& geometry, const RankPlace& place, std::uint32_t page_tokens, std::uint32_t pages,
-                      std::uint32_t aux_rows) {
+Layout layout_of_rank(const Geometry& geometry, const RankPlace& place, std::uint32_t page_tokens,
+                      std::uint32_t pages, std::uint32_t aux_rows) {
   Layout layout;
   layout.page_tokens = page_tokens;
   const LayerRange layers = layers_of_stage(geometry.layers, place.pp_size, place.pp_rank);
-  const HeadRange heads = geometry.attention.mla ? HeadRange{0, 1}
-                                                 : heads_of_rank(geometry.kv_heads, place.tp_size, place.tp_rank);
-  const auto add = [&](Component component, std::uint32_t layer, std::uint32_t head_bytes, HeadRange range,
-                       std::uint32_t rows, std::uint32_t items, DType dtype) {
+  const HeadRange heads = geometry.attention.mla
+                              ? HeadRange{0, 1}
+                              : heads_of_rank(geometry.kv_heads, place.tp_size, place.tp_rank);
+  const auto add = [&](Component component, std::uint32_t layer, std::uint32_t head_bytes,
+                       HeadRange range, std::uint32_t rows, std::uint32_t items, DType dtype) {
     Slab slab;
     slab.component = component;
     slab.layer = layer;
@@ -35,11 +37,12 @@ Layout layout_of_rank(const Geometry& geometry, const RankPlace& place, std::uin
     layout.slabs.push_back(slab);
   };
   for (std::uint32_t i = 0; i < layers.count; ++i) {
-    add(geometry.attention.mla ? Component::kLatent : Component::kKey, layers.begin + i, geometry.key_head_bytes, heads,
-        page_tokens, pages, geometry.dtype);
+    add(geometry.attention.mla ? Component::kLatent : Component::kKey, layers.begin + i,
+        geometry.key_head_bytes, heads, page_tokens, pages, geometry.dtype);
   }
   for (std::uint32_t i = 0; i < layers.count && !geometry.attention.mla; ++i) {
-    add(Component::kValue, layers.begin + i, geometry.value_head_bytes, heads, page_tokens, pages, geometry.dtype);
+    add(Component::kValue, layers.begin + i, geometry.value_head_bytes, heads, page_tokens, pages,
+        geometry.dtype);
   }
   for (std::uint32_t i = 0; i < geometry.aux_bytes.size() && aux_rows > 0; ++i) {
     add(Component::kAux, i, geometry.aux_bytes[i], {0, 1}, 1, aux_rows, DType::kUnknown);
@@ -59,7 +62,8 @@ std::uint64_t place_slabs(Layout& layout, std::uint64_t base, std::uint64_t alig
 
 std::vector<Region> regions_of(const Layout& layout) {
   std::vector<Region> regions;
-  for (const Slab& slab : layout.slabs) regions.push_back({slab.base, slab.item_stride * slab.item_count, slab.memory});
+  for (const Slab& slab : layout.slabs)
+    regions.push_back({slab.base, slab.item_stride * slab.item_count, slab.memory});
   return regions;
 }
 

@@ -13,8 +13,10 @@ namespace kvferry::plan {
 namespace {
 
 // What the byte at one place of the model's cache is, said without any layout.
-std::uint8_t pattern(Component component, std::uint32_t layer, std::uint32_t head, std::uint64_t token, std::uint32_t byte) {
-  Random random(token * 1315423911U + head * 2654435761U + layer * 97U + static_cast<std::uint32_t>(component) * 7919U + byte * 31U);
+std::uint8_t pattern(Component component, std::uint32_t layer, std::uint32_t head,
+                     std::uint64_t token, std::uint32_t byte) {
+  Random random(token * 1315423911U + head * 2654435761U + layer * 97U +
+                static_cast<std::uint32_t>(component) * 7919U + byte * 31U);
   return static_cast<std::uint8_t>(random.next64());
 }
 
@@ -24,14 +26,16 @@ struct Rank {
   std::vector<std::uint8_t> memory;
 };
 
-Rank make_rank(const Geometry& geometry, RankPlace place, std::uint32_t page_tokens, std::uint32_t pages) {
+Rank make_rank(const Geometry& geometry, RankPlace place, std::uint32_t page_tokens,
+               std::uint32_t pages) {
   Rank rank{place, layout_of_rank(geometry, place, page_tokens, pages, 4), {}};
   rank.memory.assign(place_slabs(rank.layout, 0, 64), 0xEE);
   place_slabs(rank.layout, reinterpret_cast<std::uint64_t>(rank.memory.data()), 64);
   return rank;
 }
 
-// Visits every byte of the request's tokens in a rank's KV memory: f(byte&, component, layer, head, token, offset).
+// Visits every byte of the request's tokens in a rank's KV memory: f(byte&, component, layer, head,
+// token, offset).
 template <class F>
 void for_each_byte(Rank& rank, const std::vector<PageIndex>& pages, F f) {
   for (const Slab& slab : rank.layout.slabs) {
@@ -39,10 +43,12 @@ void for_each_byte(Rank& rank, const std::vector<PageIndex>& pages, F f) {
     for (std::size_t i = 0; i < pages.size(); ++i) {
       for (std::uint32_t row = 0; row < slab.rows_per_item; ++row) {
         for (std::uint32_t head = 0; head < slab.head_count; ++head) {
-          auto* at = reinterpret_cast<std::uint8_t*>(slab.base + static_cast<std::uint64_t>(pages[i]) * slab.item_stride +
-                                                     row * slab.row_stride + head * slab.head_stride);
+          auto* at = reinterpret_cast<std::uint8_t*>(
+              slab.base + static_cast<std::uint64_t>(pages[i]) * slab.item_stride +
+              row * slab.row_stride + head * slab.head_stride);
           for (std::uint32_t b = 0; b < slab.head_bytes; ++b) {
-            f(at[b], slab.component, slab.layer, slab.head_begin + head, i * slab.rows_per_item + row, b);
+            f(at[b], slab.component, slab.layer, slab.head_begin + head,
+              i * slab.rows_per_item + row, b);
           }
         }
       }
@@ -62,13 +68,15 @@ std::vector<PageIndex> random_pages(Random& random, std::uint32_t count, std::ui
 
 void copy(const CopyPlan& plan) {
   for (const Block& block : expand(plan)) {
-    std::memcpy(reinterpret_cast<void*>(block.target), reinterpret_cast<const void*>(block.source), block.bytes);
+    std::memcpy(reinterpret_cast<void*>(block.target), reinterpret_cast<const void*>(block.source),
+                block.bytes);
   }
 }
 
-// Moves one request from every prefill rank that the mapping names to every decode rank, then looks at every byte.
-void move_and_check(const Geometry& geometry, std::uint32_t p_tp, std::uint32_t p_pp, std::uint32_t d_tp, std::uint32_t d_pp,
-                    Random& random) {
+// Moves one request from every prefill rank that the mapping names to every decode rank, then looks
+// at every byte.
+void move_and_check(const Geometry& geometry, std::uint32_t p_tp, std::uint32_t p_pp,
+                    std::uint32_t d_tp, std::uint32_t d_pp, Random& random) {
   const std::uint32_t page_tokens = static_cast<std::uint32_t>(1 + random.below(5)), pool = 12;
   const auto count = static_cast<std::uint32_t>(1 + random.below(8));
   const auto source_pages = random_pages(random, count, pool);
@@ -76,20 +84,28 @@ void move_and_check(const Geometry& geometry, std::uint32_t p_tp, std::uint32_t 
   std::vector<Rank> prefill;
   for (std::uint32_t tp = 0; tp < p_tp; ++tp) {
     for (std::uint32_t pp = 0; pp < p_pp; ++pp) {
-      prefill.push_back(make_rank(geometry, {.tp_rank = tp, .tp_size = p_tp, .pp_rank = pp, .pp_size = p_pp}, page_tokens, pool));
-      for_each_byte(prefill.back(), source_pages, [](std::uint8_t& byte, Component c, std::uint32_t l, std::uint32_t h,
-                                                     std::uint64_t t, std::uint32_t b) { byte = pattern(c, l, h, t, b); });
+      prefill.push_back(make_rank(geometry,
+                                  {.tp_rank = tp, .tp_size = p_tp, .pp_rank = pp, .pp_size = p_pp},
+                                  page_tokens, pool));
+      for_each_byte(prefill.back(), source_pages,
+                    [](std::uint8_t& byte, Component c, std::uint32_t l, std::uint32_t h,
+                       std::uint64_t t, std::uint32_t b) { byte = pattern(c, l, h, t, b); });
     }
   }
   for (std::uint32_t tp = 0; tp < d_tp; ++tp) {
     for (std::uint32_t pp = 0; pp < d_pp; ++pp) {
       const RankPlace place{.tp_rank = tp, .tp_size = d_tp, .pp_rank = pp, .pp_size = d_pp};
       Rank decode = make_rank(geometry, place, page_tokens, pool);
-      const auto map = map_ranks(place, geometry.attention, {.tp_size = p_tp, .pp_size = p_pp}, false);
+      const auto map =
+          map_ranks(place, geometry.attention, {.tp_size = p_tp, .pp_size = p_pp}, false);
       ASSERT_TRUE(map.ok()) << map.status().to_string();
       for (const Rank& rank : prefill) {
-        if (std::find(map->tp_ranks.begin(), map->tp_ranks.end(), rank.place.tp_rank) == map->tp_ranks.end()) continue;
-        if (std::find(map->pp_ranks.begin(), map->pp_ranks.end(), rank.place.pp_rank) == map->pp_ranks.end()) continue;
+        if (std::find(map->tp_ranks.begin(), map->tp_ranks.end(), rank.place.tp_rank) ==
+            map->tp_ranks.end())
+          continue;
+        if (std::find(map->pp_ranks.begin(), map->pp_ranks.end(), rank.place.pp_rank) ==
+            map->pp_ranks.end())
+          continue;
         const auto lanes = pair_lanes(rank.layout, decode.layout, "prefill", "decode");
         ASSERT_TRUE(lanes.ok()) << lanes.status().to_string();
         const auto runs = make_runs(source_pages, target_pages);
@@ -98,14 +114,17 @@ void move_and_check(const Geometry& geometry, std::uint32_t p_tp, std::uint32_t 
       }
       std::size_t wrong = 0, right = 0;
       const std::vector<std::uint8_t> after = decode.memory;
-      for_each_byte(decode, target_pages, [&](std::uint8_t& byte, Component c, std::uint32_t l, std::uint32_t h, std::uint64_t t,
-                                              std::uint32_t b) {
-        byte == pattern(c, l, h, t, b) ? ++right : ++wrong;
-        byte = 0xEE;
-      });
-      EXPECT_EQ(wrong, 0U) << "prefill tp=" << p_tp << " pp=" << p_pp << " decode tp=" << d_tp << " pp=" << d_pp;
+      for_each_byte(decode, target_pages,
+                    [&](std::uint8_t& byte, Component c, std::uint32_t l, std::uint32_t h,
+                        std::uint64_t t, std::uint32_t b) {
+                      byte == pattern(c, l, h, t, b) ? ++right : ++wrong;
+                      byte = 0xEE;
+                    });
+      EXPECT_EQ(wrong, 0U) << "prefill tp=" << p_tp << " pp=" << p_pp << " decode tp=" << d_tp
+                           << " pp=" << d_pp;
       EXPECT_GT(right, 0U);
-      EXPECT_EQ(decode.memory, std::vector<std::uint8_t>(decode.memory.size(), 0xEE)) << "bytes outside the pages were touched";
+      EXPECT_EQ(decode.memory, std::vector<std::uint8_t>(decode.memory.size(), 0xEE))
+          << "bytes outside the pages were touched";
     }
   }
 }
@@ -115,9 +134,16 @@ TEST(Plan, EveryByteArrivesForEveryTensorAndPipelineCut) {
   for (std::uint32_t heads : {1U, 2U, 4U, 8U}) {
     for (std::uint32_t p : {1U, 2U, 4U, 8U}) {
       for (std::uint32_t d : {1U, 2U, 4U, 8U}) {
-        for (auto [p_pp, d_pp] : {std::pair{1U, 1U}, std::pair{2U, 1U}, std::pair{2U, 2U}, std::pair{3U, 1U}}) {
-          const Geometry geometry{.name = "t", .layers = 5, .attention = {}, .kv_heads = heads, .key_head_bytes = 6,
-                                  .value_head_bytes = 4, .dtype = DType::kBFloat16, .aux_bytes = {8}};
+        for (auto [p_pp, d_pp] :
+             {std::pair{1U, 1U}, std::pair{2U, 1U}, std::pair{2U, 2U}, std::pair{3U, 1U}}) {
+          const Geometry geometry{.name = "t",
+                                  .layers = 5,
+                                  .attention = {},
+                                  .kv_heads = heads,
+                                  .key_head_bytes = 6,
+                                  .value_head_bytes = 4,
+                                  .dtype = DType::kBFloat16,
+                                  .aux_bytes = {8}};
           move_and_check(geometry, p, p_pp, d, d_pp, random);
         }
       }
@@ -127,8 +153,14 @@ TEST(Plan, EveryByteArrivesForEveryTensorAndPipelineCut) {
 
 TEST(Plan, LatentCachesAreTheSameOnEveryRank) {
   Random random(12);
-  const Geometry geometry{.name = "mla", .layers = 3, .attention = {.mla = true, .hybrid_mla = false}, .kv_heads = 1,
-                          .key_head_bytes = 10, .value_head_bytes = 0, .dtype = DType::kBFloat16, .aux_bytes = {}};
+  const Geometry geometry{.name = "mla",
+                          .layers = 3,
+                          .attention = {.mla = true, .hybrid_mla = false},
+                          .kv_heads = 1,
+                          .key_head_bytes = 10,
+                          .value_head_bytes = 0,
+                          .dtype = DType::kBFloat16,
+                          .aux_bytes = {}};
   move_and_check(geometry, 4, 1, 2, 1, random);
   move_and_check(geometry, 2, 3, 4, 1, random);
 }
@@ -142,8 +174,14 @@ TEST(Plan, MoreRanksThanHeadsReplicateHeadsInOrder) {
 }
 
 TEST(Plan, EqualLayoutsMeltIntoOnePieceForEachRun) {
-  const Geometry geometry{.name = "t", .layers = 1, .attention = {}, .kv_heads = 4, .key_head_bytes = 8, .value_head_bytes = 8,
-                          .dtype = DType::kBFloat16, .aux_bytes = {}};
+  const Geometry geometry{.name = "t",
+                          .layers = 1,
+                          .attention = {},
+                          .kv_heads = 4,
+                          .key_head_bytes = 8,
+                          .value_head_bytes = 8,
+                          .dtype = DType::kBFloat16,
+                          .aux_bytes = {}};
   const Layout layout = layout_of_rank(geometry, {}, 16, 100, 0);
   const auto lanes = pair_lanes(layout, layout, "a", "b");
   ASSERT_TRUE(lanes.ok());
@@ -156,8 +194,11 @@ TEST(Plan, EqualLayoutsMeltIntoOnePieceForEachRun) {
 }
 
 TEST(Plan, RunsBreakWhereEitherSideBreaks) {
-  const auto runs = [](std::vector<PageIndex> s, std::vector<PageIndex> t) { return *make_runs(s, t); };
-  EXPECT_EQ(runs({5, 6, 7, 9, 10}, {20, 21, 22, 23, 24}), (std::vector<kvferry::Run>{{5, 20, 3}, {9, 23, 2}}));
+  const auto runs = [](std::vector<PageIndex> s, std::vector<PageIndex> t) {
+    return *make_runs(s, t);
+  };
+  EXPECT_EQ(runs({5, 6, 7, 9, 10}, {20, 21, 22, 23, 24}),
+            (std::vector<kvferry::Run>{{5, 20, 3}, {9, 23, 2}}));
   EXPECT_EQ(runs({1, 2, 3, 4}, {8, 9, 20, 21}), (std::vector<kvferry::Run>{{1, 8, 2}, {3, 20, 2}}));
   EXPECT_EQ(runs({3, 2, 1}, {9, 8, 7}).size(), 3U);
   EXPECT_FALSE(make_runs(std::vector<PageIndex>{1, 2}, std::vector<PageIndex>{1}).ok());
@@ -166,7 +207,12 @@ TEST(Plan, RunsBreakWhereEitherSideBreaks) {
 
 // Offsets beyond 32 bits and bases with the top bit set are kept exactly.
 TEST(Plan, AddressesAreSixtyFourBit) {
-  const Lane lane{.source = 0xffff81ab54e01000ULL, .target = 0, .source_item = 65536, .target_item = 65536, .rows = 1, .bytes = 65536};
+  const Lane lane{.source = 0xffff81ab54e01000ULL,
+                  .target = 0,
+                  .source_item = 65536,
+                  .target_item = 65536,
+                  .rows = 1,
+                  .bytes = 65536};
   const auto blocks = expand({CopyGroup{{lane}, {kvferry::Run{0, 40000, 1}}}});
   ASSERT_EQ(blocks.size(), 1U);
   EXPECT_EQ(blocks[0].target, 2621440000ULL);
@@ -174,14 +220,23 @@ TEST(Plan, AddressesAreSixtyFourBit) {
 }
 
 TEST(Plan, LayoutsThatDoNotFitAreRefusedWithBothValues) {
-  Geometry a{.name = "a", .layers = 1, .attention = {}, .kv_heads = 4, .key_head_bytes = 8, .value_head_bytes = 8,
-             .dtype = DType::kBFloat16, .aux_bytes = {}};
+  Geometry a{.name = "a",
+             .layers = 1,
+             .attention = {},
+             .kv_heads = 4,
+             .key_head_bytes = 8,
+             .value_head_bytes = 8,
+             .dtype = DType::kBFloat16,
+             .aux_bytes = {}};
   Geometry b = a;
   b.key_head_bytes = 16;
-  const auto lanes = pair_lanes(layout_of_rank(a, {}, 16, 4, 0), layout_of_rank(b, {}, 16, 4, 0), "prefill p0", "decode d1");
+  const auto lanes = pair_lanes(layout_of_rank(a, {}, 16, 4, 0), layout_of_rank(b, {}, 16, 4, 0),
+                                "prefill p0", "decode d1");
   ASSERT_FALSE(lanes.ok());
-  EXPECT_EQ(lanes.status().message(), "key of layer 0: bytes per head and token is 8 on prefill p0 and 16 on decode d1");
-  EXPECT_FALSE(pair_lanes(layout_of_rank(a, {}, 16, 4, 0), layout_of_rank(a, {}, 64, 4, 0), "p", "d").ok());
+  EXPECT_EQ(lanes.status().message(),
+            "key of layer 0: bytes per head and token is 8 on prefill p0 and 16 on decode d1");
+  EXPECT_FALSE(
+      pair_lanes(layout_of_rank(a, {}, 16, 4, 0), layout_of_rank(a, {}, 64, 4, 0), "p", "d").ok());
 }
 
 TEST(Plan, SizesThatDoNotDivideAreRefusedWithBothSizes) {
@@ -191,7 +246,12 @@ TEST(Plan, SizesThatDoNotDivideAreRefusedWithBothSizes) {
 }
 
 TEST(Plan, AnUnevenPipelineSplitIsNotTakenForADraftModel) {
-  PositionalContext context{.attention = {}, .page_tokens = 1, .total_kv_heads = 1, .stage_begin = 16, .stage_layers = 15, .model_layers = 61};
+  PositionalContext context{.attention = {},
+                            .page_tokens = 1,
+                            .total_kv_heads = 1,
+                            .stage_begin = 16,
+                            .stage_layers = 15,
+                            .model_layers = 61};
   const auto entries = pair_key_value(122, context);
   ASSERT_TRUE(entries.ok());
   EXPECT_EQ(entries->value_begin, 61U + 16);
@@ -200,8 +260,14 @@ TEST(Plan, AnUnevenPipelineSplitIsNotTakenForADraftModel) {
 }
 
 TEST(Plan, ALayoutThatCannotBeIsRefusedByItself) {
-  const Geometry geometry{.name = "t", .layers = 1, .attention = {}, .kv_heads = 4, .key_head_bytes = 8, .value_head_bytes = 8,
-                          .dtype = DType::kBFloat16, .aux_bytes = {}};
+  const Geometry geometry{.name = "t",
+                          .layers = 1,
+                          .attention = {},
+                          .kv_heads = 4,
+                          .key_head_bytes = 8,
+                          .value_head_bytes = 8,
+                          .dtype = DType::kBFloat16,
+                          .aux_bytes = {}};
   const Layout good = layout_of_rank(geometry, {}, 16, 100, 0);
   EXPECT_TRUE(validate(good).ok());
   Layout overflow = good;

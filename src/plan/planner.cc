@@ -13,16 +13,16 @@ std::string name_of(const Slab& slab) {
   return fmt::format("{} of layer {}", to_string(slab.component), slab.layer);
 }
 
-Status mismatch(const Slab& slab, std::string_view what, std::uint64_t source, std::string_view source_name,
-                std::uint64_t target, std::string_view target_name) {
-  return Status(Code::kRefused, fmt::format("{}: {} is {} on {} and {} on {}", name_of(slab), what, source,
-                                            source_name, target, target_name));
+Status mismatch(const Slab& slab, std::string_view what, std::uint64_t source,
+                std::string_view source_name, std::uint64_t target, std::string_view target_name) {
+  return Status(Code::kRefused, fmt::format("{}: {} is {} on {} and {} on {}", name_of(slab), what,
+                                            source, source_name, target, target_name));
 }
 
-// The copies of one item, as pieces of `unit` bytes in two nested dimensions. Dimensions that are dense on both sides melt
-// into the piece, so that equal layouts become one piece for each item.
-void add_lanes(const Slab& source, const Slab& target, std::uint32_t head_begin, std::uint32_t head_count,
-               std::vector<Lane>& out) {
+// The copies of one item, as pieces of `unit` bytes in two nested dimensions. Dimensions that are
+// dense on both sides melt into the piece, so that equal layouts become one piece for each item.
+void add_lanes(const Slab& source, const Slab& target, std::uint32_t head_begin,
+               std::uint32_t head_count, std::vector<Lane>& out) {
   Lane lane;
   lane.source = source.base + std::uint64_t{head_begin - source.head_begin} * source.head_stride;
   lane.target = target.base + std::uint64_t{head_begin - target.head_begin} * target.head_stride;
@@ -30,7 +30,9 @@ void add_lanes(const Slab& source, const Slab& target, std::uint32_t head_begin,
   lane.target_item = target.item_stride;
   const std::uint32_t rows = source.rows_per_item;
   const std::uint32_t unit = source.head_bytes;
-  const auto dense = [](std::uint64_t a, std::uint64_t b, std::uint64_t bytes) { return a == bytes && b == bytes; };
+  const auto dense = [](std::uint64_t a, std::uint64_t b, std::uint64_t bytes) {
+    return a == bytes && b == bytes;
+  };
 
   if (head_count == 1 || dense(source.head_stride, target.head_stride, unit)) {
     lane.bytes = unit * head_count;
@@ -44,7 +46,8 @@ void add_lanes(const Slab& source, const Slab& target, std::uint32_t head_begin,
     out.push_back(lane);
     return;
   }
-  if (rows == 1 || dense(source.row_stride, target.row_stride, unit)) {  // [heads, tokens] on both sides
+  if (rows == 1 ||
+      dense(source.row_stride, target.row_stride, unit)) {  // [heads, tokens] on both sides
     lane.bytes = unit * rows;
     lane.rows = head_count;
     lane.source_row = static_cast<std::uint32_t>(source.head_stride);
@@ -76,10 +79,11 @@ HeadRange heads_of_rank(std::uint32_t heads, std::uint32_t tp_size, std::uint32_
   return {at(tp_rank), at(std::uint64_t{tp_rank} + 1) - at(tp_rank)};
 }
 
-Result<PairLanes> pair_lanes(const Layout& source, const Layout& target, std::string_view source_name,
-                             std::string_view target_name) {
+Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
+                             std::string_view source_name, std::string_view target_name) {
   std::multimap<std::tuple<Component, std::uint32_t>, const Slab*> targets;
-  for (const Slab& slab : target.slabs) targets.emplace(std::tuple(slab.component, slab.layer), &slab);
+  for (const Slab& slab : target.slabs)
+    targets.emplace(std::tuple(slab.component, slab.layer), &slab);
 
   PairLanes lanes;
   for (const Slab& from : source.slabs) {
@@ -87,13 +91,16 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target, std::st
     for (auto it = begin; it != end; ++it) {
       const Slab& to = *it->second;
       const std::uint32_t head_begin = std::max(from.head_begin, to.head_begin);
-      const std::uint32_t head_end = std::min(from.head_begin + from.head_count, to.head_begin + to.head_count);
+      const std::uint32_t head_end =
+          std::min(from.head_begin + from.head_count, to.head_begin + to.head_count);
       if (head_begin >= head_end) continue;
       if (from.head_bytes != to.head_bytes) {
-        return mismatch(from, "bytes per head and token", from.head_bytes, source_name, to.head_bytes, target_name);
+        return mismatch(from, "bytes per head and token", from.head_bytes, source_name,
+                        to.head_bytes, target_name);
       }
       if (from.rows_per_item != to.rows_per_item) {
-        return mismatch(from, "tokens per page", from.rows_per_item, source_name, to.rows_per_item, target_name);
+        return mismatch(from, "tokens per page", from.rows_per_item, source_name, to.rows_per_item,
+                        target_name);
       }
       if (from.dtype != to.dtype && from.dtype != DType::kUnknown && to.dtype != DType::kUnknown) {
         return mismatch(from, "dtype number", static_cast<std::uint64_t>(from.dtype), source_name,
@@ -106,16 +113,19 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target, std::st
   return lanes;
 }
 
-Result<std::vector<Run>> make_runs(std::span<const PageIndex> source, std::span<const PageIndex> target) {
+Result<std::vector<Run>> make_runs(std::span<const PageIndex> source,
+                                   std::span<const PageIndex> target) {
   if (source.size() != target.size()) {
-    return Status(Code::kInvalidArgument, fmt::format("{} source pages but {} target pages", source.size(), target.size()));
+    return Status(Code::kInvalidArgument,
+                  fmt::format("{} source pages but {} target pages", source.size(), target.size()));
   }
   std::vector<Run> runs;
   const std::size_t n = source.size();
   for (std::size_t i = 0; i < n; ++i) {
     if (source[i] < 0 || target[i] < 0) {
-      return Status(Code::kInvalidArgument,
-                    fmt::format("page index {} -> {} at position {} is negative", source[i], target[i], i));
+      return Status(
+          Code::kInvalidArgument,
+          fmt::format("page index {} -> {} at position {} is negative", source[i], target[i], i));
     }
     const auto s = static_cast<std::uint32_t>(source[i]);
     const auto t = static_cast<std::uint32_t>(target[i]);
@@ -137,7 +147,8 @@ std::vector<Block> expand(const CopyPlan& plan) {
   std::vector<Block> blocks;
   for (const CopyGroup& group : plan) {
     for (const Lane& lane : group.lanes) {
-      const bool dense = lane.rows == 1 && lane.bytes == lane.source_item && lane.bytes == lane.target_item;
+      const bool dense =
+          lane.rows == 1 && lane.bytes == lane.source_item && lane.bytes == lane.target_item;
       for (const Run& run : group.runs) {
         const std::uint64_t s = lane.source + run.source_first * lane.source_item;
         const std::uint64_t t = lane.target + run.target_first * lane.target_item;
@@ -148,7 +159,8 @@ std::vector<Block> expand(const CopyPlan& plan) {
         for (std::uint32_t item = 0; item < run.count; ++item) {
           for (std::uint32_t row = 0; row < lane.rows; ++row) {
             blocks.push_back({s + item * lane.source_item + std::uint64_t{row} * lane.source_row,
-                              t + item * lane.target_item + std::uint64_t{row} * lane.target_row, lane.bytes});
+                              t + item * lane.target_item + std::uint64_t{row} * lane.target_row,
+                              lane.bytes});
           }
         }
       }

@@ -1,7 +1,8 @@
 // Layouts in, copy plans out. Pure: no clock, no I/O, no state.
 //
-// A pair of ranks is planned once, when they meet (pair_lanes): which bytes of which pool go where, for any page.
-// A chunk is planned when its pages are known (make_runs): O(pages) once, whatever the number of layers.
+// A pair of ranks is planned once, when they meet (pair_lanes): which bytes of which pool go where,
+// for any page. A chunk is planned when its pages are known (make_runs): O(pages) once, whatever
+// the number of layers.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,8 @@ struct HeadRange {
 };
 
 // The KV heads that rank `tp_rank` of `tp_size` holds when the model has `heads`:
-// tp_size <= heads: [r*H/T, (r+1)*H/T); tp_size > heads: the one head r*H/T (several ranks hold the same).
+// tp_size <= heads: [r*H/T, (r+1)*H/T); tp_size > heads: the one head r*H/T (several ranks hold the
+// same).
 HeadRange heads_of_rank(std::uint32_t heads, std::uint32_t tp_size, std::uint32_t tp_rank);
 
 // Lanes of one pair of ranks.
@@ -33,23 +35,27 @@ struct PairLanes {
   friend bool operator==(const PairLanes&, const PairLanes&) = default;
 };
 
-// Every byte that both layouts hold: same component, layer and head. Slabs that only one side has are no error (pipeline
-// stages, other heads); two slabs for the same thing that do not fit (row counts, bytes per head, dtype) are kRefused
-// with both values. `source_name` and `target_name` go into messages. Aux rows: the buffers that both sides have; a row
-// is copied whole, so its size must agree.
-Result<PairLanes> pair_lanes(const Layout& source, const Layout& target, std::string_view source_name,
-                             std::string_view target_name);
+// Every byte that both layouts hold: same component, layer and head. Slabs that only one side has
+// are no error (pipeline stages, other heads); two slabs for the same thing that do not fit (row
+// counts, bytes per head, dtype) are kRefused with both values. `source_name` and `target_name` go
+// into messages. Aux rows: the buffers that both sides have; a row is copied whole, so its size
+// must agree.
+Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
+                             std::string_view source_name, std::string_view target_name);
 
-// Groups pages that advance by exactly one on both sides. The lists have equal length; negative indices and lists of
-// different length are refused. `limit` bounds the pages (0: no bound is checked).
-Result<std::vector<Run>> make_runs(std::span<const PageIndex> source, std::span<const PageIndex> target);
+// Groups pages that advance by exactly one on both sides. The lists have equal length; negative
+// indices and lists of different length are refused. `limit` bounds the pages (0: no bound is
+// checked).
+Result<std::vector<Run>> make_runs(std::span<const PageIndex> source,
+                                   std::span<const PageIndex> target);
 
 // One range of a flat list of copies; what a list-moving engine would be handed.
 struct Block {
   std::uint64_t source = 0, target = 0, bytes = 0;
   friend auto operator<=>(const Block&, const Block&) = default;
 };
-// The plan as a list, neighbours inside a run merged. For tests, tools and engines that know only lists.
+// The plan as a list, neighbours inside a run merged. For tests, tools and engines that know only
+// lists.
 std::vector<Block> expand(const CopyPlan& plan);
 
 }  // namespace kvferry::plan

@@ -7,40 +7,50 @@
 namespace kvferry::plan {
 namespace {
 
-Status refused(std::string message) { return Status(Code::kRefused, std::move(message)); }
+Status refused(std::string message) {
+  return Status(Code::kRefused, std::move(message));
+}
 
 }  // namespace
 
 Result<KeyValueEntries> pair_key_value(std::size_t target_pools, const PositionalContext& context) {
   const std::size_t stage = context.stage_layers;
   if (stage == 0 || target_pools % 2 != 0) {
-    return refused(fmt::format("{} KV pools registered for a stage of {} layers: K and V need an even number", target_pools, stage));
+    return refused(
+        fmt::format("{} KV pools registered for a stage of {} layers: K and V need an even number",
+                    target_pools, stage));
   }
   const std::size_t layers = target_pools / 2;
   if (layers == stage) return KeyValueEntries{0, layers};
   const std::size_t begin = context.stage_begin, end = begin + stage;
   if (end > layers) {
-    return refused(fmt::format("prefill holds layers {}..{} but decode registered only {} layers", begin, end, layers));
+    return refused(fmt::format("prefill holds layers {}..{} but decode registered only {} layers",
+                               begin, end, layers));
   }
-  // With the model's depth known, whatever is beyond it are draft layers: [K main, V main, K draft, V draft].
+  // With the model's depth known, whatever is beyond it are draft layers: [K main, V main, K draft,
+  // V draft].
   if (context.model_layers != 0) {
     if (layers < context.model_layers) {
-      return refused(fmt::format("decode registered {} layers, the model has {}", layers, context.model_layers));
+      return refused(fmt::format("decode registered {} layers, the model has {}", layers,
+                                 context.model_layers));
     }
     return KeyValueEntries{begin, context.model_layers + begin};
   }
   if (layers % stage == 0) return KeyValueEntries{begin, layers + begin};
-  return refused(fmt::format(
-      "decode registered {} layers, the prefill stage holds {}: an uneven pipeline split and a draft model look alike; "
-      "set the number of model layers",
-      layers, stage));
+  return refused(
+      fmt::format("decode registered {} layers, the prefill stage holds {}: an uneven pipeline "
+                  "split and a draft model look alike; "
+                  "set the number of model layers",
+                  layers, stage));
 }
 
-Result<std::uint32_t> resolve_total_kv_heads(std::int64_t total, std::int64_t per_rank, std::uint32_t tp_size) {
+Result<std::uint32_t> resolve_total_kv_heads(std::int64_t total, std::int64_t per_rank,
+                                             std::uint32_t tp_size) {
   if (total > 0) return static_cast<std::uint32_t>(total);
   if (per_rank > 0) return static_cast<std::uint32_t>(per_rank * tp_size);
-  return Status(Code::kInvalidArgument,
-                fmt::format("neither total_kv_head_num ({}) nor kv_head_num ({}) is set", total, per_rank));
+  return Status(
+      Code::kInvalidArgument,
+      fmt::format("neither total_kv_head_num ({}) nor kv_head_num ({}) is set", total, per_rank));
 }
 
 Result<Layout> layout_from_lists(const PositionalContext& context, const PositionalLists& lists) {
@@ -48,16 +58,20 @@ Result<Layout> layout_from_lists(const PositionalContext& context, const Positio
   layout.page_tokens = context.page_tokens;
   const std::size_t pools = lists.kv_pointers.size();
   const auto item_length = [&](std::size_t pool) {
-    return lists.kv_item_lengths.size() == 1 ? lists.kv_item_lengths[0] : lists.kv_item_lengths[pool];
+    return lists.kv_item_lengths.size() == 1 ? lists.kv_item_lengths[0]
+                                             : lists.kv_item_lengths[pool];
   };
   if (pools > 0 && lists.kv_item_lengths.size() != 1 && lists.kv_item_lengths.size() != pools) {
-    return refused(fmt::format("{} item lengths for {} KV pools", lists.kv_item_lengths.size(), pools));
+    return refused(
+        fmt::format("{} item lengths for {} KV pools", lists.kv_item_lengths.size(), pools));
   }
-  const auto add = [&](Component component, std::uint32_t layer, std::size_t pool, HeadRange heads) -> Status {
+  const auto add = [&](Component component, std::uint32_t layer, std::size_t pool,
+                       HeadRange heads) -> Status {
     const std::uint64_t item = item_length(pool);
     const std::uint64_t token = item / context.page_tokens;
     if (item == 0 || item % context.page_tokens != 0 || token % heads.count != 0) {
-      return refused(fmt::format("item length {} does not divide into {} tokens of {} heads", item, context.page_tokens, heads.count));
+      return refused(fmt::format("item length {} does not divide into {} tokens of {} heads", item,
+                                 context.page_tokens, heads.count));
     }
     Slab slab;
     slab.component = component;
@@ -80,8 +94,9 @@ Result<Layout> layout_from_lists(const PositionalContext& context, const Positio
     if (pools != context.stage_layers) {
       first = context.stage_begin;
       if (first + context.stage_layers > pools) {
-        return refused(fmt::format("prefill holds layers {}..{} but decode registered only {} layers", first,
-                                   first + context.stage_layers, pools));
+        return refused(
+            fmt::format("prefill holds layers {}..{} but decode registered only {} layers", first,
+                        first + context.stage_layers, pools));
       }
     }
     for (std::uint32_t i = 0; i < context.stage_layers; ++i) {
@@ -91,10 +106,13 @@ Result<Layout> layout_from_lists(const PositionalContext& context, const Positio
     const auto entries = pair_key_value(pools, context);
     if (!entries.ok()) return entries.status();
     if (context.total_kv_heads == 0) return refused("the number of KV heads is not known");
-    const HeadRange heads = heads_of_rank(context.total_kv_heads, lists.tp_size, lists.tp_rank % lists.tp_size);
+    const HeadRange heads =
+        heads_of_rank(context.total_kv_heads, lists.tp_size, lists.tp_rank % lists.tp_size);
     for (std::uint32_t i = 0; i < context.stage_layers; ++i) {
-      KVF_RETURN_IF_ERROR(add(Component::kKey, context.stage_begin + i, entries->key_begin + i, heads));
-      KVF_RETURN_IF_ERROR(add(Component::kValue, context.stage_begin + i, entries->value_begin + i, heads));
+      KVF_RETURN_IF_ERROR(
+          add(Component::kKey, context.stage_begin + i, entries->key_begin + i, heads));
+      KVF_RETURN_IF_ERROR(
+          add(Component::kValue, context.stage_begin + i, entries->value_begin + i, heads));
     }
   }
 

@@ -1,4 +1,5 @@
-// Layouts from the reference's positional lists: what a peer says that registers only pointers and item lengths.
+// Layouts from the reference's positional lists: what a peer says that registers only pointers and
+// item lengths.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@ struct PositionalContext {
   std::uint32_t total_kv_heads = 0;  // of the model; not needed for MLA
   // First layer and number of layers of the prefill stage that the lists are paired with.
   std::uint32_t stage_begin = 0, stage_layers = 0;
-  // Layers of the whole model without draft layers; 0 when unknown. Settles what list lengths cannot: an uneven
-  // pipeline split against a draft model.
+  // Layers of the whole model without draft layers; 0 when unknown. Settles what list lengths
+  // cannot: an uneven pipeline split against a draft model.
   std::uint32_t model_layers = 0;
 };
 
@@ -28,14 +29,17 @@ struct PositionalLists {
   std::span<const std::uint64_t> kv_pointers;
   std::span<const std::uint64_t> kv_item_lengths;  // one for all pools, or one a pool
   std::span<const std::uint64_t> aux_pointers;
-  std::span<const std::uint64_t> aux_item_lengths;  // of the source's rows: the wire does not carry the peer's
+  std::span<const std::uint64_t>
+      aux_item_lengths;  // of the source's rows: the wire does not carry the peer's
   std::uint32_t tp_rank = 0, tp_size = 1;
 };
 
-// Pool count of a positional list is not sent; any page index that int32 can carry is taken to exist.
+// Pool count of a positional list is not sent; any page index that int32 can carry is taken to
+// exist.
 inline constexpr std::uint32_t kUnknownItemCount = std::uint32_t{1} << 31;
 
-// The layout of the target, cut to the stage that the source holds. kRefused with the counts when the lists fit no rule.
+// The layout of the target, cut to the stage that the source holds. kRefused with the counts when
+// the lists fit no rule.
 Result<Layout> layout_from_lists(const PositionalContext& context, const PositionalLists& lists);
 
 // Which entries of a decode rank's K/V list pair with a stage's layers.
@@ -44,7 +48,9 @@ struct KeyValueEntries {
 };
 Result<KeyValueEntries> pair_key_value(std::size_t target_pools, const PositionalContext& context);
 
-// The model's KV heads from what a rank knows: the total if it is set, else heads per rank times TP size.
-Result<std::uint32_t> resolve_total_kv_heads(std::int64_t total, std::int64_t per_rank, std::uint32_t tp_size);
+// The model's KV heads from what a rank knows: the total if it is set, else heads per rank times TP
+// size.
+Result<std::uint32_t> resolve_total_kv_heads(std::int64_t total, std::int64_t per_rank,
+                                             std::uint32_t tp_size);
 
 }  // namespace kvferry::plan

@@ -6,22 +6,27 @@
 
 namespace kvferry::plan {
 
-Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention, const InstanceShape& prefill,
-                              bool all_cp_ranks) {
-  const auto refused = [](std::string message) { return Status(Code::kRefused, std::move(message)); };
+Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention,
+                              const InstanceShape& prefill, bool all_cp_ranks) {
+  const auto refused = [](std::string message) {
+    return Status(Code::kRefused, std::move(message));
+  };
   const std::uint32_t p = prefill.tp_size, d = decode.tp_size;
   if (p == 0 || d == 0 || prefill.pp_size == 0 || prefill.cp_size == 0 || prefill.dp_size == 0) {
-    return refused(fmt::format("a size of 0: prefill tp={} pp={} cp={} dp={}, decode tp={}", p, prefill.pp_size,
-                               prefill.cp_size, prefill.dp_size, d));
+    return refused(fmt::format("a size of 0: prefill tp={} pp={} cp={} dp={}, decode tp={}", p,
+                               prefill.pp_size, prefill.cp_size, prefill.dp_size, d));
   }
   if (std::max(p, d) % std::min(p, d) != 0) {
-    return refused(fmt::format("tp sizes do not divide each other: prefill tp={}, decode tp={}", p, d));
+    return refused(
+        fmt::format("tp sizes do not divide each other: prefill tp={}, decode tp={}", p, d));
   }
   if (decode.cp_size != 1) {
-    return refused(fmt::format("context parallelism on the decode side: decode cp={} (must be 1)", decode.cp_size));
+    return refused(fmt::format("context parallelism on the decode side: decode cp={} (must be 1)",
+                               decode.cp_size));
   }
   if (decode.pp_size != 1 && decode.pp_size != prefill.pp_size) {
-    return refused(fmt::format("decode pp={} is neither 1 nor prefill pp={}", decode.pp_size, prefill.pp_size));
+    return refused(fmt::format("decode pp={} is neither 1 nor prefill pp={}", decode.pp_size,
+                               prefill.pp_size));
   }
 
   RankMapping map;

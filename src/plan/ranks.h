@@ -25,17 +25,21 @@ struct RankMapping {
   std::vector<std::uint32_t> tp_ranks;  // ascending; the first one is the selected one under MLA
   std::vector<std::uint32_t> cp_ranks;
   std::vector<std::uint32_t> pp_ranks;  // ascending
-  std::uint32_t required_destinations = 1;  // decode ranks that each contacted prefill rank hears from
-  std::uint32_t required_responses = 1;     // Success messages that complete a room of a reference peer
+  std::uint32_t required_destinations =
+      1;  // decode ranks that each contacted prefill rank hears from
+  std::uint32_t required_responses =
+      1;  // Success messages that complete a room of a reference peer
   friend bool operator==(const RankMapping&, const RankMapping&) = default;
 };
 
-// `decode_tp_rank` may be an engine rank beyond the TP size; it is taken modulo. TP sizes that do not divide each other,
-// a decode CP other than 1 and a decode PP that is neither 1 nor equal are refused with both sizes.
-Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention, const InstanceShape& prefill,
-                              bool all_cp_ranks);
+// `decode_tp_rank` may be an engine rank beyond the TP size; it is taken modulo. TP sizes that do
+// not divide each other, a decode CP other than 1 and a decode PP that is neither 1 nor equal are
+// refused with both sizes.
+Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention,
+                              const InstanceShape& prefill, bool all_cp_ranks);
 
-// Contiguous part of `total` page positions that context-parallel rank `rank` of `size` sends: [begin, end).
+// Contiguous part of `total` page positions that context-parallel rank `rank` of `size` sends:
+// [begin, end).
 struct PagePart {
   std::uint64_t begin = 0, end = 0;
   friend auto operator<=>(const PagePart&, const PagePart&) = default;

@@ -1,11 +1,15 @@
-// The protocol of a decode rank, without threads, clocks, sockets or logs (see prefill.h for the manner).
+// The protocol of a decode rank, without threads, clocks, sockets or logs (see prefill.h for the
+// manner).
 //
 //   Bootstrapping ── instance looked up, ranks mapped, registered with each ─► WaitingForInput
-//   ── send_metadata: pages lent, room message to each source ─► Transferring ── every real source said Done ─► Success
-//        └──────────────────────────── first cause of failure: pages taken back ─────────────────────► Failed
+//   ── send_metadata: pages lent, room message to each source ─► Transferring ── every real source
+//   said Done ─► Success
+//        └──────────────────────────── first cause of failure: pages taken back
+//        ─────────────────────► Failed
 //
-// Whom to talk to comes from the instance's bootstrap server. A source is native when it registered itself as native there;
-// then everything is said in a session that this side opens. Pages come home through the LeaseBook alone.
+// Whom to talk to comes from the instance's bootstrap server. A source is native when it registered
+// itself as native there; then everything is said in a session that this side opens. Pages come
+// home through the LeaseBook alone.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +40,10 @@ struct DecodeSelf {
   plan::AttentionKind attention;
   std::uint32_t total_kv_heads = 0;
   std::string kv_cache_dtype = "auto";
-  std::string session_name;  // data plane address as "host:port", by which foreign prefill ranks know this one
-  wire::Dialect foreign_dialect = wire::Dialect::kUnknown;  // of foreign prefill instances, where it is configured
+  std::string session_name;  // data plane address as "host:port", by which foreign prefill ranks
+                             // know this one
+  wire::Dialect foreign_dialect =
+      wire::Dialect::kUnknown;  // of foreign prefill instances, where it is configured
 };
 
 struct RoomMetadata {
@@ -59,7 +65,8 @@ class DecodeManager {
 
   // --- the engine's calls
   Result<UseId> open(RoomId room, const Address& bootstrap, Time now);
-  // Chooses the prefill DP group. Without it: the room's own when the instance follows the room, else the server is asked.
+  // Chooses the prefill DP group. Without it: the room's own when the instance follows the room,
+  // else the server is asked.
   Status init(UseId use, std::optional<std::uint32_t> prefill_dp_rank, Time now);
   Status send_metadata(UseId use, RoomMetadata metadata, Time now);
   void abort(UseId use, Status reason, Time now);
@@ -87,8 +94,8 @@ class DecodeManager {
   struct Link {
     Address address;
     bool native = false;
-    wire::NativeRank info;  // native
-    Token session;          // native: the open one, zero if none
+    wire::NativeRank info;    // native
+    Token session;            // native: the open one, zero if none
     bool registered = false;  // foreign
   };
   struct Instance {
@@ -121,7 +128,8 @@ class DecodeManager {
     bool asked_dp_rank = false;
     plan::RankMapping mapping;
     std::vector<PlaceKey> order;  // sources in the order in which they are contacted
-    // As they were when the room was connected: what is learned of the instance later concerns later rooms.
+    // As they were when the room was connected: what is learned of the instance later concerns
+    // later rooms.
     plan::InstanceShape shape;
     std::vector<Source> connected;
     std::optional<RoomMetadata> waiting_metadata;
@@ -150,12 +158,17 @@ class DecodeManager {
   };
 
   void fetch_instance(const Address& bootstrap, Instance& instance, Time now);
-  void http(Call kind, const Address& bootstrap, std::string method, std::string path, std::string body, PlaceKey place, UseId use);
-  void on_instance(const Address& bootstrap, Instance& instance, const HttpResponse& response, Time now);
-  void on_topology(const Address& bootstrap, Instance& instance, const HttpResponse& response, Time now);
-  void on_rank(const Address& bootstrap, Instance& instance, PlaceKey place, const HttpResponse& response, Time now);
+  void http(Call kind, const Address& bootstrap, std::string method, std::string path,
+            std::string body, PlaceKey place, UseId use);
+  void on_instance(const Address& bootstrap, Instance& instance, const HttpResponse& response,
+                   Time now);
+  void on_topology(const Address& bootstrap, Instance& instance, const HttpResponse& response,
+                   Time now);
+  void on_rank(const Address& bootstrap, Instance& instance, PlaceKey place,
+               const HttpResponse& response, Time now);
   void on_dp_rank(UseId id, const HttpResponse& response, Time now);
-  void on_health(const Address& bootstrap, Instance& instance, const HttpResponse& response, Time now);
+  void on_health(const Address& bootstrap, Instance& instance, const HttpResponse& response,
+                 Time now);
   void lose_instance(const Address& bootstrap, Time now);
   Status check_fit(const wire::Topology& topology, const Address& bootstrap) const;
   void resolve(UseId id, Use& use, Time now);

@@ -1,5 +1,6 @@
-// The registry behind a bootstrap server, without I/O: requests in, answers out. Where an answer depends on whether an old
-// rank still lives, the server is asked to knock at its control port first.
+// The registry behind a bootstrap server, without I/O: requests in, answers out. Where an answer
+// depends on whether an old rank still lives, the server is asked to knock at its control port
+// first.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,8 @@ struct DirectoryResponse {
   std::string body;
   std::string allow;  // the Allow header of a 405, or empty
 };
-// Knock at these addresses (a TCP connection that is accepted counts), then call finish() with the same ticket.
+// Knock at these addresses (a TCP connection that is accepted counts), then call finish() with the
+// same ticket.
 struct DirectoryProbe {
   std::uint64_t ticket = 0;
   std::vector<Address> addresses;
@@ -34,10 +36,13 @@ using DirectoryAnswer = std::variant<DirectoryResponse, DirectoryProbe>;
 
 class Directory {
  public:
-  Directory(const Settings& settings, Entropy& entropy) : settings_(settings), life_(entropy.token()) {}
+  Directory(const Settings& settings, Entropy& entropy)
+      : settings_(settings), life_(entropy.token()) {}
 
-  // `target`: path with query, as in the request line. The caller refuses bodies above kBodyBytesMax with too_large().
-  DirectoryAnswer handle(std::string_view method, std::string_view target, std::string_view body, Time now);
+  // `target`: path with query, as in the request line. The caller refuses bodies above
+  // kBodyBytesMax with too_large().
+  DirectoryAnswer handle(std::string_view method, std::string_view target, std::string_view body,
+                         Time now);
   // Ends a registration that had to wait: `alive` are the addresses that answered.
   DirectoryResponse finish(std::uint64_t ticket, const std::vector<Address>& alive, Time now);
   static DirectoryResponse too_large(std::size_t actual);
@@ -59,7 +64,8 @@ class Directory {
   DirectoryAnswer put_route(std::string_view body);
   DirectoryResponse get_route(std::string_view query) const;
   void store(const wire::RankRegistration& registration);
-  [[nodiscard]] std::optional<DirectoryResponse> conflict(const wire::RankRegistration& registration) const;
+  [[nodiscard]] std::optional<DirectoryResponse> conflict(
+      const wire::RankRegistration& registration) const;
   [[nodiscard]] std::size_t expected_ranks() const;
 
   const Settings& settings_;

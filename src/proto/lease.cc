@@ -6,10 +6,12 @@
 
 namespace kvferry::proto {
 
-Result<LeaseId> LeaseBook::lend(UseId owner, Token token, bool foreign, std::vector<GrantGroup> groups) {
+Result<LeaseId> LeaseBook::lend(UseId owner, Token token, bool foreign,
+                                std::vector<GrantGroup> groups) {
   const LeaseId id{next_++};
   // A grant has the number of its lease.
-  KVF_RETURN_IF_ERROR(plane_.grant({GrantId{static_cast<std::uint64_t>(id)}, token, foreign, std::move(groups)}));
+  KVF_RETURN_IF_ERROR(
+      plane_.grant({GrantId{static_cast<std::uint64_t>(id)}, token, foreign, std::move(groups)}));
   leases_[id] = Lease{.owner = owner, .foreign = foreign};
   return id;
 }
@@ -29,7 +31,8 @@ void LeaseBook::come_home(Lease& lease) {
 void LeaseBook::said_quiet(LeaseId id) {
   const auto it = leases_.find(id);
   if (it == leases_.end() || it->second.home) return;
-  if (!it->second.returning) revoke(id);  // only to clear the plane's table; the source is quiet already
+  if (!it->second.returning)
+    revoke(id);  // only to clear the plane's table; the source is quiet already
   it->second.returning = true;
   it->second.home = true;
 }
@@ -89,7 +92,9 @@ void LeaseBook::forget(LeaseId id) {
   if (it != leases_.end() && it->second.home) leases_.erase(it);
 }
 
-std::vector<UseId> LeaseBook::take_returned() { return std::exchange(returned_, {}); }
+std::vector<UseId> LeaseBook::take_returned() {
+  return std::exchange(returned_, {});
+}
 
 std::size_t LeaseBook::quarantined() const {
   std::size_t count = 0;

@@ -2,9 +2,10 @@
 //
 //   Memory lent to a writer is taken back only when that writer is quiet.
 //
-// A lease is the right of one source to write one room's pages: a grant of the data plane plus what must be known before
-// the pages may go to somebody else. The managers cannot free anything by themselves; they report facts (the source said
-// it has nothing in flight, the room was given up, time passed), and the book decides (rules 3 and 6 of docs/PROTOCOL.md).
+// A lease is the right of one source to write one room's pages: a grant of the data plane plus what
+// must be known before the pages may go to somebody else. The managers cannot free anything by
+// themselves; they report facts (the source said it has nothing in flight, the room was given up,
+// time passed), and the book decides (rules 3 and 6 of docs/PROTOCOL.md).
 //
 //   lent ── said_quiet ───────────────────────────────► home
 //     └── take_back ─► returning ─ fence, and the rule ─► home
@@ -29,15 +30,16 @@ class LeaseBook {
   LeaseBook(DataPlane& plane, const Settings& settings, Counters& counters)
       : plane_(plane), settings_(settings), counters_(counters) {}
 
-  // Lends the items of `groups` to one source of `owner`'s room. `foreign`: the source knows no tokens.
+  // Lends the items of `groups` to one source of `owner`'s room. `foreign`: the source knows no
+  // tokens.
   Result<LeaseId> lend(UseId owner, Token token, bool foreign, std::vector<GrantGroup> groups);
 
-  // The source has no write in flight and starts none: Done or AbortAck of a native session, Success of a whole room or a
-  // drained answer of a foreign one. The pages are home at once.
+  // The source has no write in flight and starts none: Done or AbortAck of a native session,
+  // Success of a whole room or a drained answer of a foreign one. The pages are home at once.
   void said_quiet(LeaseId lease);
 
-  // The room is given up; the source may still be writing. `last_permission`: until when it may have believed that it may
-  // write (native; now for foreign).
+  // The room is given up; the source may still be writing. `last_permission`: until when it may
+  // have believed that it may write (native; now for foreign).
   void take_back(LeaseId lease, Time now, Time last_permission);
 
   // A fence of the plane has completed. False: not one of ours.
@@ -48,8 +50,8 @@ class LeaseBook {
   [[nodiscard]] bool is_home(LeaseId lease) const;
   // Forgets a lease that is home.
   void forget(LeaseId lease);
-  // Owners of leases that came home by a fence or by time since the last call. (Who reports that a source is quiet knows
-  // its owner already.)
+  // Owners of leases that came home by a fence or by time since the last call. (Who reports that a
+  // source is quiet knows its owner already.)
   std::vector<UseId> take_returned();
 
   [[nodiscard]] std::size_t open_leases() const { return leases_.size(); }

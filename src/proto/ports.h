@@ -1,5 +1,6 @@
-// What the core needs from the world, as interfaces that the core declares. The runtime implements them with sockets and
-// threads, the simulator with a queue of events. No call blocks; no call fails on the spot.
+// What the core needs from the world, as interfaces that the core declares. The runtime implements
+// them with sockets and threads, the simulator with a queue of events. No call blocks; no call
+// fails on the spot.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,8 @@ enum class CallId : std::uint64_t {};
 // An event of the producer that must fire before source bytes are read. 0: none.
 enum class ReadyId : std::uint64_t {};
 
-// Control messages. May be lost when the peer or the connection dies; never reordered within one connection.
+// Control messages. May be lost when the peer or the connection dies; never reordered within one
+// connection.
 class ControlPort {
  public:
   virtual ~ControlPort() = default;
@@ -45,7 +47,8 @@ class HttpPort {
   virtual void call(CallId call, HttpRequest request) = 0;
 };
 
-// The endpoint's own memory, for aux rows that travel over the control plane. Addresses are inside registered slabs.
+// The endpoint's own memory, for aux rows that travel over the control plane. Addresses are inside
+// registered slabs.
 class MemoryPort {
  public:
   virtual ~MemoryPort() = default;
@@ -65,10 +68,10 @@ struct RoomView {
   Failure failure;
   std::optional<std::uint64_t> prefix_tokens;  // prefill: known once a room message has come
   bool pages_reusable = false;                 // the room's pages may be given to others
-  std::uint64_t bytes = 0;                     // prefill: landed; decode: promised by the room's pages
+  std::uint64_t bytes = 0;  // prefill: landed; decode: promised by the room's pages
 };
-// The one rule by which a room's state changes: Failed and Success are final, Failed comes from anywhere else, otherwise it only
-// grows. False: the state stays as it is.
+// The one rule by which a room's state changes: Failed and Success are final, Failed comes from
+// anywhere else, otherwise it only grows. False: the state stays as it is.
 inline bool move_to(RoomState& state, RoomState next) {
   if (is_terminal(state)) return false;
   if (next != RoomState::kFailed && next <= state) return false;
@@ -82,7 +85,8 @@ class RoomListener {
   virtual void on_room(UseId use, const RoomView& view) = 0;
 };
 
-// One line about something that was decided here. The runtime writes a log, the simulator its event log.
+// One line about something that was decided here. The runtime writes a log, the simulator its event
+// log.
 enum class Severity : std::uint8_t { kDebug, kInfo, kWarning, kError };
 class TracePort {
  public:

@@ -10,7 +10,9 @@
 namespace kvferry::proto {
 namespace {
 
-std::string room_text(RoomId room) { return fmt::format("room {}", value_of(room)); }
+std::string room_text(RoomId room) {
+  return fmt::format("room {}", value_of(room));
+}
 
 }  // namespace
 
@@ -18,14 +20,20 @@ PrefillManager::PrefillManager(PrefillSelf self, const Settings& settings, Ports
     : self_(std::move(self)), settings_(settings), ports_(ports) {}
 
 bool PrefillManager::all_cp_ranks() const {
-  return self_.place.cp_size > 1 && (settings_.all_cp_ranks || self_.layer_split || self_.attention.hybrid_mla);
+  return self_.place.cp_size > 1 &&
+         (settings_.all_cp_ranks || self_.layer_split || self_.attention.hybrid_mla);
 }
 
-bool PrefillManager::is_dummy_cp_rank() const { return self_.place.cp_rank != 0 && !all_cp_ranks(); }
+bool PrefillManager::is_dummy_cp_rank() const {
+  return self_.place.cp_rank != 0 && !all_cp_ranks();
+}
 
-// --- registration -------------------------------------------------------------------------------------------------
+// --- registration
+// -------------------------------------------------------------------------------------------------
 
-void PrefillManager::start(Time now) { register_self(now); }
+void PrefillManager::start(Time now) {
+  register_self(now);
+}
 
 void PrefillManager::register_self(Time now) {
   wire::RankRegistration r;
@@ -39,22 +47,32 @@ void PrefillManager::register_self(Time now) {
   r.layer_split = self_.layer_split;
   r.prefill_http_port = self_.http_port;
   if (self_.native) {
-    r.native = wire::NativeRank{.life = self_.life, .version_min = 1, .version_max = wire::kNativeVersion, .capabilities = {},
-                                .plane = ports_.plane.address(), .layout = self_.layout};
+    r.native = wire::NativeRank{.life = self_.life,
+                                .version_min = 1,
+                                .version_max = wire::kNativeVersion,
+                                .capabilities = {},
+                                .plane = ports_.plane.address(),
+                                .layout = self_.layout};
   }
   const CallId call{next_id_++};
   registration_calls_.insert(call);
-  next_registration_ = now + settings_.http_timeout + settings_.reregister_interval;  // the answer sets it nearer
-  ports_.http.call(call, {"PUT", self_.bootstrap, "/route", wire::to_json(r), settings_.http_timeout});
+  next_registration_ =
+      now + settings_.http_timeout + settings_.reregister_interval;  // the answer sets it nearer
+  ports_.http.call(call,
+                   {"PUT", self_.bootstrap, "/route", wire::to_json(r), settings_.http_timeout});
 }
 
 void PrefillManager::on_http(CallId call, const HttpResponse& response, Time now) {
-  if (registration_calls_.erase(call) == 0) return;  // a dp rank of a room: nothing depends on the answer
+  if (registration_calls_.erase(call) == 0)
+    return;  // a dp rank of a room: nothing depends on the answer
   const bool ok = response.status == 200;
-  if (ok && !registered_) ports_.trace.trace(Severity::kInfo, "registered with bootstrap server " + self_.bootstrap.host_port());
+  if (ok && !registered_)
+    ports_.trace.trace(Severity::kInfo,
+                       "registered with bootstrap server " + self_.bootstrap.host_port());
   if (!ok) {
     Status why(response.status == 0 ? Code::kUnavailable : Code::kRefused,
-               fmt::format("bootstrap server {} did not register this rank: {} {}", self_.bootstrap.host_port(), response.status, response.body));
+               fmt::format("bootstrap server {} did not register this rank: {} {}",
+                           self_.bootstrap.host_port(), response.status, response.body));
     if (!(why == registration_status_)) ports_.trace.trace(Severity::kWarning, why.message());
     registration_status_ = why;
   } else {
@@ -64,7 +82,8 @@ void PrefillManager::on_http(CallId call, const HttpResponse& response, Time now
   next_registration_ = now + (ok ? settings_.reregister_interval : settings_.register_retry);
 }
 
-// --- the engine's calls -------------------------------------------------------------------------------------------
+// --- the engine's calls
+// -------------------------------------------------------------------------------------------
 
 PrefillManager::Use* PrefillManager::find(UseId id) {
   const auto it = uses_.find(id);
@@ -78,10 +97,13 @@ const RoomView* PrefillManager::view(UseId use) const {
 
 Result<UseId> PrefillManager::open(RoomId room, const SenderOptions& options, Time now) {
   if (stopping_) return Status(Code::kAborted, room_text(room) + ": this endpoint is stopping");
-  if (value_of(room) > kRoomMax) return Status(Code::kInvalidArgument, fmt::format("room {} is above 2^63-1", value_of(room)));
-  if (live_.contains(room)) return Status(Code::kAlreadyExists, room_text(room) + " is open on this prefill rank");
+  if (value_of(room) > kRoomMax)
+    return Status(Code::kInvalidArgument, fmt::format("room {} is above 2^63-1", value_of(room)));
+  if (live_.contains(room))
+    return Status(Code::kAlreadyExists, room_text(room) + " is open on this prefill rank");
   if (uses_.size() >= settings_.rooms_max) {
-    return Status(Code::kExhausted, fmt::format("{}: {} rooms are open (rooms_max)", room_text(room), uses_.size()));
+    return Status(Code::kExhausted,
+                  fmt::format("{}: {} rooms are open (rooms_max)", room_text(room), uses_.size()));
   }
   const UseId id{next_id_++};
   Use& use = uses_[id];
@@ -93,18 +115,24 @@ Result<UseId> PrefillManager::open(RoomId room, const SenderOptions& options, Ti
   ++counters_.rooms_opened;
   if (!use.dummy) room_deadlines_.set(id, now + settings_.bootstrap_timeout);
 
-  const std::uint32_t dp_size = self_.system_dp_size == 1 ? self_.place.dp_size : self_.system_dp_size;
-  const std::uint32_t dp_rank = self_.system_dp_size == 1 ? self_.place.dp_rank : self_.system_dp_rank;
+  const std::uint32_t dp_size =
+      self_.system_dp_size == 1 ? self_.place.dp_size : self_.system_dp_size;
+  const std::uint32_t dp_rank =
+      self_.system_dp_size == 1 ? self_.place.dp_rank : self_.system_dp_rank;
   if (dp_size > 1 && !options.carries_dp_rank && !use.dummy) {
     const bool follow = self_.load_balance_method == "follow_bootstrap_room";
     const std::uint64_t follows_to = value_of(room) % dp_size;
     if (follow && follows_to != dp_rank && !settings_.force_query_dp_rank) {
       fail(id, use,
-           Status(Code::kRefused, fmt::format("{} belongs to dp rank {} (room mod dp size {}) but reached dp rank {}", room_text(room), follows_to, dp_size, dp_rank)),
+           Status(
+               Code::kRefused,
+               fmt::format("{} belongs to dp rank {} (room mod dp size {}) but reached dp rank {}",
+                           room_text(room), follows_to, dp_size, dp_rank)),
            false, now);
     } else if (!follow || follows_to != dp_rank) {
-      ports_.http.call(CallId{next_id_++}, {"POST", self_.bootstrap, "/register_dp_rank",
-                                            wire::to_json(wire::DpRankEntry{room, dp_rank}), settings_.http_timeout});
+      ports_.http.call(CallId{next_id_++},
+                       {"POST", self_.bootstrap, "/register_dp_rank",
+                        wire::to_json(wire::DpRankEntry{room, dp_rank}), settings_.http_timeout});
     }
   }
   if (const auto it = pending_.find(room); it != pending_.end()) {
@@ -114,8 +142,10 @@ Result<UseId> PrefillManager::open(RoomId room, const SenderOptions& options, Ti
     for (auto& [peer, word] : pending.metadata) adopt(id, use, peer, std::move(word), now);
     if (!pending.aborted.empty()) {
       KVF_REACHED("an abort came before the sender existed");
-      fail(id, use, Status(Code::kAborted, fmt::format("{} was aborted by {} before it was opened here", room_text(room),
-                                                       describe_peer(*pending.aborted.begin()))),
+      fail(id, use,
+           Status(Code::kAborted,
+                  fmt::format("{} was aborted by {} before it was opened here", room_text(room),
+                              describe_peer(*pending.aborted.begin()))),
            true, now);
     }
   }
@@ -127,12 +157,17 @@ Status PrefillManager::init(UseId id, std::uint64_t pages, std::uint32_t aux_row
   Use* use = find(id);
   if (use == nullptr) return Status(Code::kNotFound, "the room was cleared");
   if (pages > settings_.pages_per_room_max) {
-    return Status(Code::kInvalidArgument, fmt::format("{}: {} pages are above pages_per_room_max {}", room_text(use->room), pages, settings_.pages_per_room_max));
+    return Status(Code::kInvalidArgument,
+                  fmt::format("{}: {} pages are above pages_per_room_max {}", room_text(use->room),
+                              pages, settings_.pages_per_room_max));
   }
-  if (use->pages_total) return Status(Code::kInvalidArgument, room_text(use->room) + " was initialised before");
+  if (use->pages_total)
+    return Status(Code::kInvalidArgument, room_text(use->room) + " was initialised before");
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component == Component::kAux && aux_row >= slab.item_count) {
-      return Status(Code::kInvalidArgument, fmt::format("{}: aux row {} outside pool of {}", room_text(use->room), aux_row, slab.item_count));
+      return Status(Code::kInvalidArgument,
+                    fmt::format("{}: aux row {} outside pool of {}", room_text(use->room), aux_row,
+                                slab.item_count));
     }
   }
   use->pages_total = pages;
@@ -144,20 +179,27 @@ Status PrefillManager::init(UseId id, std::uint64_t pages, std::uint32_t aux_row
 Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId ready, Time now) {
   Use* use = find(id);
   if (use == nullptr) return Status(Code::kNotFound, "the room was cleared");
-  if (is_terminal(use->view.state)) return Status(Code::kAborted, fmt::format("{} has ended: {}", room_text(use->room), to_string(use->view.state)));
-  if (!use->pages_total) return Status(Code::kInvalidArgument, room_text(use->room) + " was not initialised");
+  if (is_terminal(use->view.state))
+    return Status(Code::kAborted, fmt::format("{} has ended: {}", room_text(use->room),
+                                              to_string(use->view.state)));
+  if (!use->pages_total)
+    return Status(Code::kInvalidArgument, room_text(use->room) + " was not initialised");
   std::uint32_t pool = 0;
   for (const Slab& slab : self_.layout.slabs) {
-    if (slab.component != Component::kAux) pool = pool == 0 ? slab.item_count : std::min(pool, slab.item_count);
+    if (slab.component != Component::kAux)
+      pool = pool == 0 ? slab.item_count : std::min(pool, slab.item_count);
   }
   for (const PageIndex page : pages) {
     if (page < 0 || static_cast<std::uint32_t>(page) >= pool) {
-      return Status(Code::kInvalidArgument, fmt::format("{}: page {} outside pool of {}", room_text(use->room), page, pool));
+      return Status(Code::kInvalidArgument, fmt::format("{}: page {} outside pool of {}",
+                                                        room_text(use->room), page, pool));
     }
   }
   if (use->pages_queued + pages.size() > *use->pages_total) {
-    Status over(Code::kInvalidArgument, fmt::format("{}: {} pages sent on top of {}, announced were {}", room_text(use->room),
-                                                    pages.size(), use->pages_queued, *use->pages_total));
+    Status over(
+        Code::kInvalidArgument,
+        fmt::format("{}: {} pages sent on top of {}, announced were {}", room_text(use->room),
+                    pages.size(), use->pages_queued, *use->pages_total));
     fail(id, *use, over, false, now);
     return over;
   }
@@ -165,9 +207,14 @@ Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId read
   const bool last = use->pages_queued + pages.size() == *use->pages_total;
   if (pages.empty() && !last) return {};
   if (use->chunks.size() >= settings_.chunks_per_room_max) {
-    return Status(Code::kExhausted, fmt::format("{}: {} chunks wait (chunks_per_room_max)", room_text(use->room), use->chunks.size()));
+    return Status(Code::kExhausted, fmt::format("{}: {} chunks wait (chunks_per_room_max)",
+                                                room_text(use->room), use->chunks.size()));
   }
-  Chunk chunk{.begin = use->pages_queued, .pages = std::move(pages), .last = last, .ready = ready, .is_ready = ready == ReadyId{}};
+  Chunk chunk{.begin = use->pages_queued,
+              .pages = std::move(pages),
+              .last = last,
+              .ready = ready,
+              .is_ready = ready == ReadyId{}};
   use->pages_queued += chunk.pages.size();
   use->last_queued = last;
   if (!chunk.is_ready) ready_[ready] = id;
@@ -184,7 +231,9 @@ void PrefillManager::abort(UseId id, Status reason, Time now) {
 void PrefillManager::clear(UseId id, Time now) {
   Use* use = find(id);
   if (use == nullptr) return;
-  fail(id, *use, Status(Code::kAborted, room_text(use->room) + " was cleared by its engine before it ended"), false, now);
+  fail(id, *use,
+       Status(Code::kAborted, room_text(use->room) + " was cleared by its engine before it ended"),
+       false, now);
   if (const auto it = live_.find(use->room); it != live_.end() && it->second == id) live_.erase(it);
   use->cleared = true;
   drop_if_done(id);
@@ -196,23 +245,29 @@ void PrefillManager::stop(Time now) {
   std::vector<UseId> ids;
   for (const auto& [id, use] : uses_) ids.push_back(id);
   for (const UseId id : ids) {
-    if (Use* use = find(id)) fail(id, *use, Status(Code::kAborted, room_text(use->room) + ": the prefill endpoint stopped"), false, now);
+    if (Use* use = find(id))
+      fail(id, *use,
+           Status(Code::kAborted, room_text(use->room) + ": the prefill endpoint stopped"), false,
+           now);
   }
   std::vector<Token> sessions;
   for (const auto& [token, session] : sessions_) sessions.push_back(token);
   if (is_quiet()) {
-    for (const Token token : sessions) end_session(token, Status(Code::kAborted, "the prefill endpoint stopped"), true, now);
+    for (const Token token : sessions)
+      end_session(token, Status(Code::kAborted, "the prefill endpoint stopped"), true, now);
   }
 }
 
 bool PrefillManager::is_quiet() const {
   return writes_.empty() && std::all_of(uses_.begin(), uses_.end(), [](const auto& entry) {
            const auto& destinations = entry.second.destinations;
-           return std::all_of(destinations.begin(), destinations.end(), [](const auto& d) { return d.second.told; });
+           return std::all_of(destinations.begin(), destinations.end(),
+                              [](const auto& d) { return d.second.told; });
          });
 }
 
-// --- messages -----------------------------------------------------------------------------------------------------
+// --- messages
+// -----------------------------------------------------------------------------------------------------
 
 void PrefillManager::on_frames(const wire::Frames& frames, Time now) {
   if (wire::is_native(frames)) {
@@ -243,11 +298,15 @@ void PrefillManager::on_frames(const wire::Frames& frames, Time now) {
     return on_abort(PeerKey{{}, m->reply.host_port()}, m->reply, *m, now);
   }
   if (const auto* m = std::get_if<wire::Watermark>(&*message)) {
-    if (!m->session_name.empty() && !watermarks_.contains(m->session_name) && watermarks_.size() >= settings_.sessions_max) return;
+    if (!m->session_name.empty() && !watermarks_.contains(m->session_name) &&
+        watermarks_.size() >= settings_.sessions_max)
+      return;
     // The ring begins at (0, 0): only what is beyond is news.
     const std::pair mark(m->round, m->tail);
     const auto known = watermarks_.find(m->session_name);
-    if (mark > (known == watermarks_.end() ? std::pair<std::uint64_t, std::uint64_t>() : known->second)) watermarks_[m->session_name] = mark;
+    if (mark >
+        (known == watermarks_.end() ? std::pair<std::uint64_t, std::uint64_t>() : known->second))
+      watermarks_[m->session_name] = mark;
     return;
   }
   ++counters_.unexpected_messages;
@@ -255,14 +314,19 @@ void PrefillManager::on_frames(const wire::Frames& frames, Time now) {
 
 void PrefillManager::on_native(const wire::NativeFrame& frame, Time now) {
   if (const auto* m = std::get_if<wire::Unknown>(&frame.message)) {
-    return end_session(frame.session, Status(m->reason.ends_with("stopped") ? Code::kAborted : Code::kPeerLost, "the decode rank ended the session: " + m->reason), false, now);
+    return end_session(frame.session,
+                       Status(m->reason.ends_with("stopped") ? Code::kAborted : Code::kPeerLost,
+                              "the decode rank ended the session: " + m->reason),
+                       false, now);
   }
-  if (const auto* m = std::get_if<wire::Register>(&frame.message)) return on_register_native(frame, *m, now);
+  if (const auto* m = std::get_if<wire::Register>(&frame.message))
+    return on_register_native(frame, *m, now);
   const auto it = sessions_.find(frame.session);
   if (it == sessions_.end()) return reply_unknown(frame, "session is not known here");
   const PeerKey peer{frame.session, {}};
   if (const auto* m = std::get_if<wire::Pong>(&frame.message)) {
-    const Time until = Time(Duration(static_cast<std::int64_t>(m->asked_at_ns))) + settings_.write_lease;
+    const Time until =
+        Time(Duration(static_cast<std::int64_t>(m->asked_at_ns))) + settings_.write_lease;
     // Only an answer to a question of ours counts: none lies in the future.
     if (until > now + settings_.write_lease) {
       ++counters_.unexpected_messages;
@@ -273,17 +337,21 @@ void PrefillManager::on_native(const wire::NativeFrame& frame, Time now) {
     if (lapsed) dispatch_peer_rooms(peer, now);
     return;
   }
-  if (const auto* m = std::get_if<wire::Metadata>(&frame.message)) return on_metadata(peer, *m, now);
-  if (const auto* m = std::get_if<wire::Abort>(&frame.message)) return on_abort(peer, it->second.reply, *m, now);
+  if (const auto* m = std::get_if<wire::Metadata>(&frame.message))
+    return on_metadata(peer, *m, now);
+  if (const auto* m = std::get_if<wire::Abort>(&frame.message))
+    return on_abort(peer, it->second.reply, *m, now);
   ++counters_.unexpected_messages;
 }
 
 void PrefillManager::reply_unknown(const wire::NativeFrame& frame, std::string reason) {
   KVF_REACHED("a message of an unknown session was answered on the prefill side");
-  send_native(ports_.control, frame.reply, self_.control, frame.session, wire::Unknown{std::move(reason)});
+  send_native(ports_.control, frame.reply, self_.control, frame.session,
+              wire::Unknown{std::move(reason)});
 }
 
-void PrefillManager::on_register_native(const wire::NativeFrame& frame, const wire::Register& m, Time now) {
+void PrefillManager::on_register_native(const wire::NativeFrame& frame, const wire::Register& m,
+                                        Time now) {
   if (stopping_) return reply_unknown(frame, "the prefill endpoint is stopping");
   if (frame.session.is_zero()) {
     ++counters_.malformed_messages;
@@ -291,10 +359,13 @@ void PrefillManager::on_register_native(const wire::NativeFrame& frame, const wi
   }
   if (!sessions_.contains(frame.session)) {
     if (sessions_.size() >= settings_.sessions_max) {
-      return reply_unknown(frame, fmt::format("{} sessions are open (sessions_max)", sessions_.size()));
+      return reply_unknown(frame,
+                           fmt::format("{} sessions are open (sessions_max)", sessions_.size()));
     }
-    const std::string name = fmt::format("decode tp{} pp{} at {}", m.place.tp_rank, m.place.pp_rank, m.reply.host_port());
-    const std::string own = fmt::format("prefill tp{} pp{} at {}", self_.place.tp_rank, self_.place.pp_rank, self_.control.host_port());
+    const std::string name = fmt::format("decode tp{} pp{} at {}", m.place.tp_rank, m.place.pp_rank,
+                                         m.reply.host_port());
+    const std::string own = fmt::format("prefill tp{} pp{} at {}", self_.place.tp_rank,
+                                        self_.place.pp_rank, self_.control.host_port());
     Status fit = validate(m.layout);
     NativeSession session;
     if (fit.ok()) {
@@ -318,35 +389,50 @@ void PrefillManager::on_register_native(const wire::NativeFrame& frame, const wi
     ++counters_.sessions_opened;
   }
   // Registered again (its first ping may have been lost): ask at once.
-  send_native(ports_.control, m.reply, self_.control, frame.session, wire::Ping{static_cast<std::uint64_t>(now.time_since_epoch().count())});
+  send_native(ports_.control, m.reply, self_.control, frame.session,
+              wire::Ping{static_cast<std::uint64_t>(now.time_since_epoch().count())});
   ping_deadlines_.set(frame.session, now + settings_.ping_interval);
 }
 
 void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
   if (!foreign_.contains(m.session_name) && foreign_.size() >= settings_.sessions_max) {
-    ports_.trace.trace(Severity::kWarning, fmt::format("registration of {} dropped: sessions_max {}", m.session_name, settings_.sessions_max));
+    ports_.trace.trace(Severity::kWarning,
+                       fmt::format("registration of {} dropped: sessions_max {}", m.session_name,
+                                   settings_.sessions_max));
     return;
   }
   ForeignSession session;
   session.reply = m.reply;
   if (m.pools.dcp_size > 1) {
-    session.refusal = Status(Code::kRefused, fmt::format("decode {} runs with decode context parallelism of {}, which is not supported", m.session_name, m.pools.dcp_size));
+    session.refusal = Status(
+        Code::kRefused,
+        fmt::format("decode {} runs with decode context parallelism of {}, which is not supported",
+                    m.session_name, m.pools.dcp_size));
   }
   std::vector<std::uint64_t> aux_lengths;
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component == Component::kAux) aux_lengths.push_back(slab.item_bytes);
   }
   const std::vector<std::uint64_t> one{m.pools.kv_item_length};
-  const plan::PositionalContext context{.attention = self_.attention, .page_tokens = self_.layout.page_tokens, .total_kv_heads = self_.total_kv_heads,
-                                        .stage_begin = self_.stage_begin, .stage_layers = self_.stage_layers,
-                                        .model_layers = static_cast<std::uint32_t>(settings_.model_layers)};
-  const plan::PositionalLists lists{.kv_pointers = m.pools.kv_pointers,
-                                    .kv_item_lengths = m.pools.kv_item_lengths.empty() ? one : m.pools.kv_item_lengths,
-                                    .aux_pointers = m.pools.aux_pointers, .aux_item_lengths = aux_lengths, .tp_rank = m.tp_rank, .tp_size = m.tp_size};
+  const plan::PositionalContext context{
+      .attention = self_.attention,
+      .page_tokens = self_.layout.page_tokens,
+      .total_kv_heads = self_.total_kv_heads,
+      .stage_begin = self_.stage_begin,
+      .stage_layers = self_.stage_layers,
+      .model_layers = static_cast<std::uint32_t>(settings_.model_layers)};
+  const plan::PositionalLists lists{
+      .kv_pointers = m.pools.kv_pointers,
+      .kv_item_lengths = m.pools.kv_item_lengths.empty() ? one : m.pools.kv_item_lengths,
+      .aux_pointers = m.pools.aux_pointers,
+      .aux_item_lengths = aux_lengths,
+      .tp_rank = m.tp_rank,
+      .tp_size = m.tp_size};
   if (session.refusal.ok()) {
     auto layout = plan::layout_from_lists(context, lists);
     if (layout.ok()) {
-      auto lanes = plan::pair_lanes(self_.layout, *layout, "prefill " + self_.control.host_port(), "decode " + m.session_name);
+      auto lanes = plan::pair_lanes(self_.layout, *layout, "prefill " + self_.control.host_port(),
+                                    "decode " + m.session_name);
       if (lanes.ok()) {
         session.lanes = std::move(*lanes);
       } else {
@@ -356,13 +442,16 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
       session.refusal = layout.status();
     }
   }
-  if (!session.refusal.ok()) ports_.trace.trace(Severity::kError, fmt::format("decode {} refused: {}", m.session_name, session.refusal.message()));
+  if (!session.refusal.ok())
+    ports_.trace.trace(Severity::kError, fmt::format("decode {} refused: {}", m.session_name,
+                                                     session.refusal.message()));
   const PeerKey peer{{}, m.session_name};
   const auto before = foreign_.find(m.session_name);
   const bool other_life = before != foreign_.end() && !(before->second.lanes == session.lanes);
   foreign_[m.session_name] = std::move(session);
   if (other_life) {
-    // Another process, or other memory, under the same name: what was said before must not be written there.
+    // Another process, or other memory, under the same name: what was said before must not be
+    // written there.
     KVF_REACHED("a foreign rank registered other memory under its old name");
     std::vector<UseId> concerned;
     for (const auto& [id, use] : uses_) {
@@ -370,7 +459,10 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
     }
     for (const UseId id : concerned) {
       Use* use = find(id);
-      fail(id, *use, Status(Code::kPeerLost, fmt::format("{}: decode {} registered again with other memory", room_text(use->room), m.session_name)), true, now);
+      fail(id, *use,
+           Status(Code::kPeerLost, fmt::format("{}: decode {} registered again with other memory",
+                                               room_text(use->room), m.session_name)),
+           true, now);
       drop_if_done(id);
     }
     for (auto& [room, pending] : pending_) pending.metadata.erase(peer);
@@ -386,12 +478,17 @@ void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, T
   }
   const bool known = pending_.contains(metadata.room);
   if (!known && pending_.size() >= settings_.pending_rooms_max) {
-    ports_.trace.trace(Severity::kWarning, fmt::format("{} of {} dropped: pending_rooms_max {}", room_text(metadata.room), describe_peer(peer), settings_.pending_rooms_max));
+    ports_.trace.trace(
+        Severity::kWarning,
+        fmt::format("{} of {} dropped: pending_rooms_max {}", room_text(metadata.room),
+                    describe_peer(peer), settings_.pending_rooms_max));
     return;
   }
-  // A foreign room message carries no name of its use. It must be forgotten before its number can be used again there, which is
-  // after the hold time at the earliest.
-  const Duration keep = peer.is_native() ? settings_.bootstrap_timeout : std::min(settings_.bootstrap_timeout, settings_.hold_time);
+  // A foreign room message carries no name of its use. It must be forgotten before its number can
+  // be used again there, which is after the hold time at the earliest.
+  const Duration keep = peer.is_native()
+                            ? settings_.bootstrap_timeout
+                            : std::min(settings_.bootstrap_timeout, settings_.hold_time);
   if (!known) pending_deadlines_.set(metadata.room, now + keep);
   Pending& pending = pending_[metadata.room];
   pending.aborted.erase(peer);
@@ -402,11 +499,16 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
   wire::Metadata& metadata = word.metadata;
   if (const auto before = use.destinations.find(peer); before != use.destinations.end()) {
     ++counters_.unexpected_messages;
-    if (peer.is_native() || is_terminal(use.view.state) || before->second.metadata == metadata) return;
+    if (peer.is_native() || is_terminal(use.view.state) || before->second.metadata == metadata)
+      return;
     // A foreign decode rank speaks once in each use of a number: its first word was of another use.
     KVF_REACHED("a foreign rank spoke twice for one room");
     if (use.view.state == RoomState::kTransferring) {
-      fail(id, use, Status(Code::kProtocol, fmt::format("{}: {} announced other pages while they were written", room_text(use.room), describe_peer(peer))), false, now);
+      fail(id, use,
+           Status(Code::kProtocol,
+                  fmt::format("{}: {} announced other pages while they were written",
+                              room_text(use.room), describe_peer(peer))),
+           false, now);
       return;
     }
     use.destinations.erase(before);
@@ -426,12 +528,18 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
   }
   if (use.destinations.size() >= settings_.sessions_max) return;
   const std::uint32_t required = to.metadata.required_destinations;
-  const std::uint32_t agreed = use.destinations.empty() ? required : use.destinations.begin()->second.metadata.required_destinations;
-  if (!use.view.prefix_tokens && to.metadata.prefix_tokens) use.view.prefix_tokens = to.metadata.prefix_tokens;
+  const std::uint32_t agreed =
+      use.destinations.empty() ? required
+                               : use.destinations.begin()->second.metadata.required_destinations;
+  if (!use.view.prefix_tokens && to.metadata.prefix_tokens)
+    use.view.prefix_tokens = to.metadata.prefix_tokens;
   use.destinations[peer] = std::move(to);
   if (required != agreed || use.destinations.size() > agreed) {
-    fail(id, use, Status(Code::kProtocol, fmt::format("{}: {} says {} decode ranks take part, others said {}; {} have spoken", room_text(use.room),
-                                                      describe_peer(peer), required, agreed, use.destinations.size())),
+    fail(id, use,
+         Status(Code::kProtocol,
+                fmt::format("{}: {} says {} decode ranks take part, others said {}; {} have spoken",
+                            room_text(use.room), describe_peer(peer), required, agreed,
+                            use.destinations.size())),
          false, now);
     return;
   }
@@ -444,36 +552,47 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
   dispatch(id, use, now);
 }
 
-void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const wire::Abort& m, Time now) {
+void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const wire::Abort& m,
+                              Time now) {
   const auto ack_now = [&] {
     if (unsettled_.contains({m.room, peer})) {
       KVF_REACHED("a drained answer was withheld because a write was unsettled");
       return;
     }
     if (peer.is_native()) {
-      send_native(ports_.control, reply, self_.control, peer.session, wire::AbortAck{m.room, self_.place.unique_rank(), {}, m.grant});
+      send_native(ports_.control, reply, self_.control, peer.session,
+                  wire::AbortAck{m.room, self_.place.unique_rank(), {}, m.grant});
     } else {
-      auto frames = wire::encode_to_decode(wire::AbortAck{m.room, self_.place.unique_rank(), m.generation, {}}, wire::Dialect::kUnknown);
+      auto frames = wire::encode_to_decode(
+          wire::AbortAck{m.room, self_.place.unique_rank(), m.generation, {}},
+          wire::Dialect::kUnknown);
       if (frames.ok()) ports_.control.send(reply, std::move(*frames));
     }
   };
-  // The use that this decode rank takes part in, the latest first; a native rank names it by its grant.
+  // The use that this decode rank takes part in, the latest first; a native rank names it by its
+  // grant.
   std::set<UseId> candidates;
   if (const auto known = by_room_.find(m.room); known != by_room_.end()) candidates = known->second;
   for (auto it = candidates.rbegin(); it != candidates.rend(); ++it) {
     const UseId id = *it;
     Use& use = uses_.at(id);
     const auto d = use.destinations.find(peer);
-    if (d == use.destinations.end() || (peer.is_native() && d->second.metadata.grant != m.grant)) continue;
+    if (d == use.destinations.end() || (peer.is_native() && d->second.metadata.grant != m.grant))
+      continue;
     Destination& to = d->second;
-    if (use.view.state == RoomState::kSuccess) return ack_now();  // nothing in flight; a no-op for the room
+    if (use.view.state == RoomState::kSuccess)
+      return ack_now();  // nothing in flight; a no-op for the room
     if (to.told) return ack_now();
     to.abort_asked = true;
     to.abort_generation = m.generation;
     if (is_terminal(use.view.state)) {
       settle(id, use, now);
     } else {
-      fail(id, use, Status(Code::kAborted, fmt::format("{}: {} aborted{}{}", room_text(m.room), describe_peer(peer), m.reason.empty() ? "" : ": ", m.reason)), true, now);
+      fail(id, use,
+           Status(Code::kAborted,
+                  fmt::format("{}: {} aborted{}{}", room_text(m.room), describe_peer(peer),
+                              m.reason.empty() ? "" : ": ", m.reason)),
+           true, now);
     }
     drop_if_done(id);
     return;
@@ -483,7 +602,10 @@ void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const w
     Use& use = uses_.at(live->second);
     if (use.view.state != RoomState::kSuccess) {
       const UseId id = live->second;
-      fail(id, use, Status(Code::kAborted, fmt::format("{}: {} aborted", room_text(m.room), describe_peer(peer))), true, now);
+      fail(id, use,
+           Status(Code::kAborted,
+                  fmt::format("{}: {} aborted", room_text(m.room), describe_peer(peer))),
+           true, now);
     }
     return ack_now();
   }
@@ -506,8 +628,11 @@ void PrefillManager::end_session(Token session, Status reason, bool tell_peer, T
   sessions_.erase(it);
   ping_deadlines_.clear(session);
   ++counters_.sessions_ended;
-  ports_.trace.trace(reason.code() == Code::kAborted ? Severity::kInfo : Severity::kWarning, fmt::format("{}: session over: {}", ended.name, reason.message()));
-  if (tell_peer) send_native(ports_.control, ended.reply, self_.control, session, wire::Unknown{reason.message()});
+  ports_.trace.trace(reason.code() == Code::kAborted ? Severity::kInfo : Severity::kWarning,
+                     fmt::format("{}: session over: {}", ended.name, reason.message()));
+  if (tell_peer)
+    send_native(ports_.control, ended.reply, self_.control, session,
+                wire::Unknown{reason.message()});
   const PeerKey peer{session, {}};
   std::vector<UseId> concerned;
   for (auto& [id, use] : uses_) {
@@ -518,7 +643,10 @@ void PrefillManager::end_session(Token session, Status reason, bool tell_peer, T
   }
   for (const UseId id : concerned) {
     if (Use* use = find(id)) {
-      fail(id, *use, Status(reason.code(), fmt::format("{}: {}: {}", room_text(use->room), ended.name, reason.message())), true, now);
+      fail(id, *use,
+           Status(reason.code(),
+                  fmt::format("{}: {}: {}", room_text(use->room), ended.name, reason.message())),
+           true, now);
       settle(id, *use, now);
       drop_if_done(id);
     }
@@ -535,7 +663,8 @@ void PrefillManager::end_session(Token session, Status reason, bool tell_peer, T
   }
 }
 
-// --- moving bytes -------------------------------------------------------------------------------------------------
+// --- moving bytes
+// -------------------------------------------------------------------------------------------------
 
 const plan::PairLanes* PrefillManager::lanes_of(const PeerKey& peer) const {
   if (peer.is_native()) {
@@ -578,10 +707,14 @@ void PrefillManager::dispatch(UseId id, Use& use, Time now) {
     for (const auto& [peer, to] : use.destinations) {
       if (to.metadata.dummy || use.dummy) continue;
       if (!to.registered) {
-        // A registration comes before the first room message on the same connection. One that comes later may be of another
-        // process at the same name, whose memory these pages do not belong to.
+        // A registration comes before the first room message on the same connection. One that comes
+        // later may be of another process at the same name, whose memory these pages do not belong
+        // to.
         KVF_REACHED("a room message came without a registration");
-        fail(id, use, Status(Code::kNotFound, fmt::format("{}: {} is not registered on this prefill rank", room_text(use.room), describe_peer(peer))), false, now);
+        fail(id, use,
+             Status(Code::kNotFound, fmt::format("{}: {} is not registered on this prefill rank",
+                                                 room_text(use.room), describe_peer(peer))),
+             false, now);
         return;
       }
       if (!may_write(peer, now)) {
@@ -597,14 +730,18 @@ void PrefillManager::dispatch(UseId id, Use& use, Time now) {
   settle(id, use, now);
 }
 
-Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Destination& to, const Chunk& chunk, CopyPlan& plan) const {
+Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Destination& to,
+                                const Chunk& chunk, CopyPlan& plan) const {
   const plan::PairLanes* lanes = lanes_of(peer);
   if (lanes == nullptr) return Status(Code::kPeerLost, describe_peer(peer) + " is not registered");
   if (!peer.is_native()) KVF_RETURN_IF_ERROR(foreign_.at(peer.name).refusal);
   const std::uint64_t total = *use.pages_total;
-  // Native ranks take exactly what is sent; a foreign one may hold a page more (padding, a speculative token), never less.
+  // Native ranks take exactly what is sent; a foreign one may hold a page more (padding, a
+  // speculative token), never less.
   if (to.metadata.pages.size() < total || (peer.is_native() && to.metadata.pages.size() != total)) {
-    return Status(Code::kRefused, fmt::format("{}: {} pages are sent but {} lent {}", room_text(use.room), total, describe_peer(peer), to.metadata.pages.size()));
+    return Status(Code::kRefused,
+                  fmt::format("{}: {} pages are sent but {} lent {}", room_text(use.room), total,
+                              describe_peer(peer), to.metadata.pages.size()));
   }
   std::uint64_t begin = chunk.begin, end = chunk.begin + chunk.pages.size();
   if (all_cp_ranks() && !self_.layer_split) {
@@ -616,17 +753,21 @@ Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Desti
     const auto source = std::span(chunk.pages).subspan(begin - chunk.begin, end - begin);
     const auto target = std::span(to.metadata.pages).subspan(begin, end - begin);
     auto runs = plan::make_runs(source, target);
-    if (!runs.ok()) return Status(runs.status().code(), fmt::format("{}: {}", room_text(use.room), runs.status().message()));
+    if (!runs.ok())
+      return Status(runs.status().code(),
+                    fmt::format("{}: {}", room_text(use.room), runs.status().message()));
     if (!lanes->kv.empty()) plan.push_back({lanes->kv, std::move(*runs)});
   }
-  if (chunk.last && to.metadata.aux_row && to.metadata.writes_aux && !lanes->aux.empty() && (peer.is_native() || !settings_.aux_over_control)) {
+  if (chunk.last && to.metadata.aux_row && to.metadata.writes_aux && !lanes->aux.empty() &&
+      (peer.is_native() || !settings_.aux_over_control)) {
     plan.push_back({lanes->aux, {Run{use.aux_row, *to.metadata.aux_row, 1}}});
   }
   return {};
 }
 
 bool PrefillManager::dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time now) {
-  // Everything is planned before anything is written: a room that cannot be sent to one of its destinations is sent to none.
+  // Everything is planned before anything is written: a room that cannot be sent to one of its
+  // destinations is sent to none.
   std::vector<std::pair<PeerKey, CopyPlan>> plans;
   for (const auto& [peer, to] : use.destinations) {
     if (to.metadata.dummy || use.dummy) continue;
@@ -643,7 +784,8 @@ bool PrefillManager::dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time
   }
   for (auto& [peer, plan] : plans) {
     Destination& to = use.destinations.at(peer);
-    if (chunk.last && !peer.is_native() && settings_.aux_over_control && to.metadata.aux_row) send_aux_data(use, to);
+    if (chunk.last && !peer.is_native() && settings_.aux_over_control && to.metadata.aux_row)
+      send_aux_data(use, to);
     if (bytes_of(plan) == 0) continue;
     const WriteId write{next_id_++};
     writes_[write] = {id, peer};
@@ -660,12 +802,19 @@ bool PrefillManager::dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time
   return true;
 }
 
-// To foreign ranks only: a control message can be lost without anybody noticing, the data plane's writes cannot.
+// To foreign ranks only: a control message can be lost without anybody noticing, the data plane's
+// writes cannot.
 void PrefillManager::send_aux_data(const Use& use, const Destination& to) {
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component != Component::kAux) continue;
-    const wire::AuxData message{use.room, slab.layer, *to.metadata.aux_row, ports_.memory.load(slab.base + use.aux_row * slab.item_stride, slab.item_bytes), {}};
-    if (auto frames = wire::encode_to_decode(message, wire::Dialect::kUnknown); frames.ok()) ports_.control.send(to.reply, std::move(*frames));
+    const wire::AuxData message{
+        use.room,
+        slab.layer,
+        *to.metadata.aux_row,
+        ports_.memory.load(slab.base + use.aux_row * slab.item_stride, slab.item_bytes),
+        {}};
+    if (auto frames = wire::encode_to_decode(message, wire::Dialect::kUnknown); frames.ok())
+      ports_.control.send(to.reply, std::move(*frames));
   }
 }
 
@@ -690,7 +839,11 @@ void PrefillManager::on_completion(const Completion& completion, Time now) {
     use->view.bytes += completion.bytes;
   } else if (!is_terminal(use->view.state)) {
     ++counters_.writes_failed;
-    fail(owner.use, *use, Status(completion.status.code(), fmt::format("{}: write to {}: {}", room_text(use->room), describe_peer(owner.peer), completion.status.message())), false, now);
+    fail(owner.use, *use,
+         Status(completion.status.code(),
+                fmt::format("{}: write to {}: {}", room_text(use->room), describe_peer(owner.peer),
+                            completion.status.message())),
+         false, now);
   }
   settle(owner.use, *use, now);
   drop_if_done(owner.use);
@@ -709,20 +862,26 @@ void PrefillManager::on_ready(ReadyId ready, Time now) {
   dispatch(id, *use, now);
 }
 
-// --- how a room ends ----------------------------------------------------------------------------------------------
+// --- how a room ends
+// ----------------------------------------------------------------------------------------------
 
 void PrefillManager::fail(UseId id, Use& use, Status reason, bool from_other, Time now) {
   if (!move_to(use.view.state, RoomState::kFailed)) return;
   use.view.failure = {std::move(reason), from_other};
-  ++(use.view.failure.status.code() == Code::kAborted ? counters_.rooms_aborted : counters_.rooms_failed);
-  ports_.trace.trace(use.view.failure.status.code() == Code::kAborted ? Severity::kInfo : Severity::kError, use.view.failure.status.to_string());
+  ++(use.view.failure.status.code() == Code::kAborted ? counters_.rooms_aborted
+                                                      : counters_.rooms_failed);
+  ports_.trace.trace(
+      use.view.failure.status.code() == Code::kAborted ? Severity::kInfo : Severity::kError,
+      use.view.failure.status.to_string());
   room_deadlines_.clear(id);
   for (const Chunk& chunk : use.chunks) ready_.erase(chunk.ready);
   use.chunks.clear();
   for (auto& [peer, to] : use.destinations) {
     // The failure travels at once; that nothing is in flight any more follows when it is true.
     if (to.in_flight > 0 && !to.told && !to.abort_asked && peer.is_native()) {
-      send_native(ports_.control, to.reply, self_.control, peer.session, wire::Abort{use.room, {}, {}, to.metadata.grant, use.view.failure.status.message()});
+      send_native(
+          ports_.control, to.reply, self_.control, peer.session,
+          wire::Abort{use.room, {}, {}, to.metadata.grant, use.view.failure.status.message()});
     }
   }
   for (const WriteId write : use.writes) ports_.plane.cancel(write);
@@ -736,18 +895,26 @@ void PrefillManager::tell(Use& use, const PeerKey& peer, Destination& to) {
   if (to.abort_asked) {
     if (to.unsettled) return;  // no promise can be given; the other side has its own deadline
     if (peer.is_native()) {
-      send_native(ports_.control, to.reply, self_.control, peer.session, wire::AbortAck{use.room, rank, {}, to.metadata.grant});
-    } else if (auto frames = wire::encode_to_decode(wire::AbortAck{use.room, rank, to.abort_generation, {}}, foreign_.contains(peer.name) ? foreign_.at(peer.name).dialect : wire::Dialect::kUnknown); frames.ok()) {
+      send_native(ports_.control, to.reply, self_.control, peer.session,
+                  wire::AbortAck{use.room, rank, {}, to.metadata.grant});
+    } else if (auto frames = wire::encode_to_decode(
+                   wire::AbortAck{use.room, rank, to.abort_generation, {}},
+                   foreign_.contains(peer.name) ? foreign_.at(peer.name).dialect
+                                                : wire::Dialect::kUnknown);
+               frames.ok()) {
       ports_.control.send(to.reply, std::move(*frames));
     }
     return;
   }
-  if (to.metadata.dummy && use.view.state == RoomState::kSuccess) return;  // nobody waits for a dummy's word
-  const wire::Done done{use.room, use.view.state, rank, to.metadata.grant, use.view.failure.status.message()};
+  if (to.metadata.dummy && use.view.state == RoomState::kSuccess)
+    return;  // nobody waits for a dummy's word
+  const wire::Done done{use.room, use.view.state, rank, to.metadata.grant,
+                        use.view.failure.status.message()};
   if (peer.is_native()) {
     // Done says that nothing is in flight. Where that is not known, only the failure is told.
     if (to.unsettled) {
-      send_native(ports_.control, to.reply, self_.control, peer.session, wire::Abort{use.room, {}, {}, to.metadata.grant, done.reason});
+      send_native(ports_.control, to.reply, self_.control, peer.session,
+                  wire::Abort{use.room, {}, {}, to.metadata.grant, done.reason});
     } else {
       send_native(ports_.control, to.reply, self_.control, peer.session, done);
     }
@@ -756,8 +923,8 @@ void PrefillManager::tell(Use& use, const PeerKey& peer, Destination& to) {
   }
 }
 
-// A room that has something to move must go on moving: its deadline starts again with every step. While the engine has given
-// nothing to send, nothing is due.
+// A room that has something to move must go on moving: its deadline starts again with every step.
+// While the engine has given nothing to send, nothing is due.
 void PrefillManager::touch(UseId id, Use& use, Time now) {
   if (is_terminal(use.view.state) || use.view.state == RoomState::kBootstrapping) return;
   if (use.chunks.empty() && use.writes.empty()) {
@@ -771,7 +938,8 @@ void PrefillManager::settle(UseId id, Use& use, Time now) {
   touch(id, use, now);
   std::uint64_t in_flight = 0;
   for (const auto& [peer, to] : use.destinations) in_flight += to.in_flight;
-  if (!is_terminal(use.view.state) && use.view.state != RoomState::kBootstrapping && use.last_dispatched && in_flight == 0) {
+  if (!is_terminal(use.view.state) && use.view.state != RoomState::kBootstrapping &&
+      use.last_dispatched && in_flight == 0) {
     move_to(use.view.state, RoomState::kSuccess);
     ++counters_.rooms_succeeded;
   }
@@ -782,7 +950,9 @@ void PrefillManager::settle(UseId id, Use& use, Time now) {
   publish(id, use);
 }
 
-void PrefillManager::publish(UseId id, Use& use) { ports_.rooms.on_room(id, use.view); }
+void PrefillManager::publish(UseId id, Use& use) {
+  ports_.rooms.on_room(id, use.view);
+}
 
 void PrefillManager::drop_if_done(UseId id) {
   const auto it = uses_.find(id);
@@ -794,7 +964,8 @@ void PrefillManager::drop_if_done(UseId id) {
   uses_.erase(it);
 }
 
-// --- time ---------------------------------------------------------------------------------------------------------
+// --- time
+// ---------------------------------------------------------------------------------------------------------
 
 void PrefillManager::advance(Time now) {
   while (const auto id = room_deadlines_.pop_due(now)) {
@@ -802,16 +973,28 @@ void PrefillManager::advance(Time now) {
       if (use->view.state != RoomState::kBootstrapping) {
         KVF_REACHED("a transfer made no progress");
         fail(*id, *use,
-             Status(Code::kTimedOut, fmt::format("{}: no progress within {} s (waiting_timeout); {} chunks wait, {} writes are under way", room_text(use->room),
-                                                 std::chrono::duration_cast<std::chrono::seconds>(settings_.waiting_timeout).count(), use->chunks.size(), use->writes.size())),
+             Status(Code::kTimedOut, fmt::format("{}: no progress within {} s (waiting_timeout); "
+                                                 "{} chunks wait, {} writes are under way",
+                                                 room_text(use->room),
+                                                 std::chrono::duration_cast<std::chrono::seconds>(
+                                                     settings_.waiting_timeout)
+                                                     .count(),
+                                                 use->chunks.size(), use->writes.size())),
              false, now);
         continue;
       }
-      const std::uint32_t required = use->destinations.empty() ? 0 : use->destinations.begin()->second.metadata.required_destinations;
+      const std::uint32_t required =
+          use->destinations.empty()
+              ? 0
+              : use->destinations.begin()->second.metadata.required_destinations;
       fail(*id, *use,
-           Status(Code::kTimedOut, fmt::format("{}: {} of {} decode ranks spoke within {} s (bootstrap_timeout)", room_text(use->room), use->destinations.size(),
-                                               required == 0 ? "an unknown number" : fmt::format("{}", required),
-                                               std::chrono::duration_cast<std::chrono::seconds>(settings_.bootstrap_timeout).count())),
+           Status(Code::kTimedOut,
+                  fmt::format(
+                      "{}: {} of {} decode ranks spoke within {} s (bootstrap_timeout)",
+                      room_text(use->room), use->destinations.size(),
+                      required == 0 ? "an unknown number" : fmt::format("{}", required),
+                      std::chrono::duration_cast<std::chrono::seconds>(settings_.bootstrap_timeout)
+                          .count())),
            false, now);
     }
   }
@@ -824,20 +1007,30 @@ void PrefillManager::advance(Time now) {
   while (const auto token = ping_deadlines_.pop_due(now)) {
     const auto it = sessions_.find(*token);
     if (it == sessions_.end()) continue;
-    const Time trusted_until = std::max(it->second.permitted_until, it->second.opened_at + settings_.write_lease);
+    const Time trusted_until =
+        std::max(it->second.permitted_until, it->second.opened_at + settings_.write_lease);
     if (trusted_until <= now) {
       KVF_REACHED("leave to write ran out");
-      end_session(*token, Status(Code::kPeerLost, fmt::format("no answer to pings for {} ms (write_lease)", std::chrono::duration_cast<std::chrono::milliseconds>(settings_.write_lease).count())), true, now);
+      end_session(
+          *token,
+          Status(Code::kPeerLost, fmt::format("no answer to pings for {} ms (write_lease)",
+                                              std::chrono::duration_cast<std::chrono::milliseconds>(
+                                                  settings_.write_lease)
+                                                  .count())),
+          true, now);
       continue;
     }
-    send_native(ports_.control, it->second.reply, self_.control, *token, wire::Ping{static_cast<std::uint64_t>(now.time_since_epoch().count())});
-    ping_deadlines_.set(*token, std::min(now + settings_.ping_interval, std::max(trusted_until, now + Duration(1))));
+    send_native(ports_.control, it->second.reply, self_.control, *token,
+                wire::Ping{static_cast<std::uint64_t>(now.time_since_epoch().count())});
+    ping_deadlines_.set(*token, std::min(now + settings_.ping_interval,
+                                         std::max(trusted_until, now + Duration(1))));
   }
   if (next_registration_ <= now) register_self(now);
 }
 
 Time PrefillManager::next_deadline() const {
-  return std::min({room_deadlines_.next(), pending_deadlines_.next(), unsettled_.next(), ping_deadlines_.next(), next_registration_});
+  return std::min({room_deadlines_.next(), pending_deadlines_.next(), unsettled_.next(),
+                   ping_deadlines_.next(), next_registration_});
 }
 
 }  // namespace kvferry::proto

@@ -1,11 +1,14 @@
-// The protocol of a prefill rank, without threads, clocks, sockets or logs: every input is a call that carries `now`, every
-// output goes to a port.
+// The protocol of a prefill rank, without threads, clocks, sockets or logs: every input is a call
+// that carries `now`, every output goes to a port.
 //
-// A room here: opened by the engine and announced by decode ranks, in either order. When all of them have spoken it waits for
-// input; every chunk is planned and written for each of them; when the last write has landed all are told Done.
+// A room here: opened by the engine and announced by decode ranks, in either order. When all of
+// them have spoken it waits for input; every chunk is planned and written for each of them; when
+// the last write has landed all are told Done.
 //
-//   Bootstrapping ── all decode ranks spoke ─► WaitingForInput ── first write ─► Transferring ── all landed ─► Success
-//        └────────────────────────────── first cause of failure ──────────────────────────────────────────► Failed
+//   Bootstrapping ── all decode ranks spoke ─► WaitingForInput ── first write ─► Transferring ──
+//   all landed ─► Success
+//        └────────────────────────────── first cause of failure
+//        ──────────────────────────────────────────► Failed
 //
 // Owned by one thread. Uses (rooms) stay until the engine clears them and their writes have ended.
 #pragma once
@@ -57,19 +60,23 @@ class PrefillManager {
  public:
   PrefillManager(PrefillSelf self, const Settings& settings, Ports ports);
 
-  // Begins registering with the bootstrap server; goes on until it answers, then repeats now and then.
+  // Begins registering with the bootstrap server; goes on until it answers, then repeats now and
+  // then.
   void start(Time now);
 
   // --- the engine's calls. A Status other than ok: nothing was done.
   Result<UseId> open(RoomId room, const SenderOptions& options, Time now);
   // Announces how many pages will be sent and which aux row goes with the last of them.
   Status init(UseId use, std::uint64_t pages, std::uint32_t aux_row, Time now);
-  // Adds the next pages. The chunk that reaches the announced number is the last. Sending more fails the room.
+  // Adds the next pages. The chunk that reaches the announced number is the last. Sending more
+  // fails the room.
   Status send(UseId use, std::vector<PageIndex> pages, ReadyId ready, Time now);
   void abort(UseId use, Status reason, Time now);
-  // The engine has no more interest. A room that has not ended is aborted. The number is free at once.
+  // The engine has no more interest. A room that has not ended is aborted. The number is free at
+  // once.
   void clear(UseId use, Time now);
-  // Fails every room and refuses new ones. is_quiet() turns true when no write is in flight and everybody was told.
+  // Fails every room and refuses new ones. is_quiet() turns true when no write is in flight and
+  // everybody was told.
   void stop(Time now);
   [[nodiscard]] bool is_quiet() const;
 
@@ -90,8 +97,12 @@ class PrefillManager {
   [[nodiscard]] std::size_t pending_rooms() const { return pending_.size(); }
   [[nodiscard]] std::size_t sessions() const { return sessions_.size() + foreign_.size(); }
   [[nodiscard]] const RoomView* view(UseId use) const;
-  // Newest (round, tail) that a foreign decode rank announced for its staging ring, by session name.
-  [[nodiscard]] const std::map<std::string, std::pair<std::uint64_t, std::uint64_t>>& watermarks() const { return watermarks_; }
+  // Newest (round, tail) that a foreign decode rank announced for its staging ring, by session
+  // name.
+  [[nodiscard]] const std::map<std::string, std::pair<std::uint64_t, std::uint64_t>>& watermarks()
+      const {
+    return watermarks_;
+  }
 
  private:
   struct Destination {
@@ -162,7 +173,8 @@ class PrefillManager {
   void dispatch(UseId id, Use& use, Time now);
   bool dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time now);
   void dispatch_peer_rooms(const PeerKey& peer, Time now);
-  Status plan_for(const Use& use, const PeerKey& peer, const Destination& to, const Chunk& chunk, CopyPlan& plan) const;
+  Status plan_for(const Use& use, const PeerKey& peer, const Destination& to, const Chunk& chunk,
+                  CopyPlan& plan) const;
   void send_aux_data(const Use& use, const Destination& to);
   void fail(UseId id, Use& use, Status reason, bool from_other, Time now);
   void settle(UseId id, Use& use, Time now);
@@ -181,14 +193,14 @@ class PrefillManager {
   Ports ports_;
   Counters counters_;
   std::map<UseId, Use> uses_;
-  std::map<RoomId, UseId> live_;  // the use that new messages about the room belong to
+  std::map<RoomId, UseId> live_;               // the use that new messages about the room belong to
   std::map<RoomId, std::set<UseId>> by_room_;  // every use of the number that still exists
   std::map<RoomId, Pending> pending_;
   std::map<Token, NativeSession> sessions_;
   std::map<std::string, ForeignSession> foreign_;
   std::map<WriteId, WriteOwner> writes_;
-  // Rooms whose writes to a peer ended unsettled: no drained answer is given for them, also when the room is forgotten, until
-  // the hold time is over.
+  // Rooms whose writes to a peer ended unsettled: no drained answer is given for them, also when
+  // the room is forgotten, until the hold time is over.
   Deadlines<std::pair<RoomId, PeerKey>> unsettled_;
   std::map<std::string, std::pair<std::uint64_t, std::uint64_t>> watermarks_;
   std::map<ReadyId, UseId> ready_;

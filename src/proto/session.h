@@ -14,12 +14,18 @@ struct PeerKey {
   Token session;
   std::string name;
   [[nodiscard]] bool is_native() const { return !session.is_zero(); }
-  [[nodiscard]] std::string text() const { return is_native() ? "session " + session.to_string().substr(0, 8) : name; }
+  [[nodiscard]] std::string text() const {
+    return is_native() ? "session " + session.to_string().substr(0, 8) : name;
+  }
   friend auto operator<=>(const PeerKey&, const PeerKey&) = default;
 };
 
-inline void send_native(ControlPort& control, const Address& to, const Address& self, Token session, wire::Message message) {
-  control.send(to, wire::encode_native({.version = wire::kNativeVersion, .session = session, .reply = self, .message = std::move(message)}));
+inline void send_native(ControlPort& control, const Address& to, const Address& self, Token session,
+                        wire::Message message) {
+  control.send(to, wire::encode_native({.version = wire::kNativeVersion,
+                                        .session = session,
+                                        .reply = self,
+                                        .message = std::move(message)}));
 }
 
 }  // namespace kvferry::proto

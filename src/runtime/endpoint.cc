@@ -24,7 +24,9 @@ namespace {
 constexpr int kInboxBatch = 1024;    // commands of one turn
 constexpr int kMessageBatch = 1024;  // control messages of one turn
 
-Time now() { return std::chrono::steady_clock::now(); }
+Time now() {
+  return std::chrono::steady_clock::now();
+}
 
 }  // namespace
 
@@ -36,48 +38,66 @@ void RoomCell::fail(Status status, bool from_other) {
   state.store(static_cast<std::uint8_t>(RoomState::kFailed), std::memory_order_release);
 }
 
-Endpoint::Endpoint(std::string name, const EndpointOptions& endpoint_options) : options(endpoint_options), name_(std::move(name)) {}
+Endpoint::Endpoint(std::string name, const EndpointOptions& endpoint_options)
+    : options(endpoint_options), name_(std::move(name)) {}
 
-Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name, const EndpointOptions& endpoint_options) {
+Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name,
+                                                   const EndpointOptions& endpoint_options) {
   KVF_RETURN_IF_ERROR(validate(endpoint_options.layout));
   std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(name), endpoint_options));
   Endpoint& e = *endpoint;
   for (const Slab& slab : e.options.layout.slabs) {
-    if (slab.component != Component::kAux) e.pool_pages_ = e.pool_pages_ == 0 ? slab.item_count : std::min(e.pool_pages_, slab.item_count);
+    if (slab.component != Component::kAux)
+      e.pool_pages_ =
+          e.pool_pages_ == 0 ? slab.item_count : std::min(e.pool_pages_, slab.item_count);
   }
   e.life_ = e.entropy_.token();
-  auto control = net::ZmqControl::create({e.options.listen_host, 0, e.options.public_host}, e.options.settings);
+  auto control = net::ZmqControl::create({e.options.listen_host, 0, e.options.public_host},
+                                         e.options.settings);
   if (!control.ok()) return control.status();
   e.control_ = std::move(*control);
   switch (e.options.plane) {
     case PlaneKind::kTcp: {
-      auto plane = data::TcpPlane::create({std::string(without_brackets(e.options.listen_host)), 0, e.options.public_host}, e.options.settings, e.entropy_);
+      auto plane = data::TcpPlane::create(
+          {std::string(without_brackets(e.options.listen_host)), 0, e.options.public_host},
+          e.options.settings, e.entropy_);
       if (!plane.ok()) return plane.status();
       e.session_name_ = (*plane)->session_name();
       e.plane_ = std::move(*plane);
       break;
     }
     case PlaneKind::kLoopback:
-      if (e.options.loopback == nullptr) return Status(Code::kInvalidArgument, "the loopback plane needs a fabric (make_loopback_fabric)");
+      if (e.options.loopback == nullptr)
+        return Status(Code::kInvalidArgument,
+                      "the loopback plane needs a fabric (make_loopback_fabric)");
       e.plane_ = std::make_unique<data::LoopbackPlane>(*e.options.loopback, e.options.settings);
-      e.session_name_ = e.plane_->address();  // "loopback:N" looks like host:port, as foreign registrations want it
+      e.session_name_ =
+          e.plane_
+              ->address();  // "loopback:N" looks like host:port, as foreign registrations want it
       break;
   }
-  if (const auto region = e.plane_->register_memory(plan::regions_of(e.options.layout)); !region.ok()) return region.status();
+  if (const auto region = e.plane_->register_memory(plan::regions_of(e.options.layout));
+      !region.ok())
+    return region.status();
   e.http_ = std::make_unique<net::HttpClient>();
   e.epoll_ = epoll_create1(EPOLL_CLOEXEC);
   e.inbox_event_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  if (e.epoll_ < 0 || e.inbox_event_ < 0) return Status(Code::kExhausted, fmt::format("no descriptor for the loop: {}", std::strerror(errno)));
+  if (e.epoll_ < 0 || e.inbox_event_ < 0)
+    return Status(Code::kExhausted,
+                  fmt::format("no descriptor for the loop: {}", std::strerror(errno)));
   for (const int fd : {e.inbox_event_, e.control_->fd(), e.plane_->ready_fd()}) {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.fd = fd;
-    if (epoll_ctl(e.epoll_, EPOLL_CTL_ADD, fd, &event) != 0) return Status(Code::kInternal, fmt::format("epoll: {}", std::strerror(errno)));
+    if (epoll_ctl(e.epoll_, EPOLL_CTL_ADD, fd, &event) != 0)
+      return Status(Code::kInternal, fmt::format("epoll: {}", std::strerror(errno)));
   }
   return endpoint;
 }
 
-proto::Ports Endpoint::ports() { return {*control_, *this, *plane_, *this, *this, *this, entropy_}; }
+proto::Ports Endpoint::ports() {
+  return {*control_, *this, *plane_, *this, *this, *this, entropy_};
+}
 
 void Endpoint::start(std::unique_ptr<Manager> manager) {
   manager_ = std::move(manager);
@@ -91,13 +111,16 @@ Endpoint::~Endpoint() {
   if (epoll_ >= 0) close(epoll_);
 }
 
-// --- the application's side ---------------------------------------------------------------------------------------
+// --- the application's side
+// ---------------------------------------------------------------------------------------
 
 Status Endpoint::post(std::function<void(Time)> act) {
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return Status(Code::kAborted, fmt::format("{} has stopped", name_));
-    if (inbox_.size() >= options.settings.inbox_max) return Status(Code::kExhausted, fmt::format("{}: {} calls wait (inbox_max)", name_, inbox_.size()));
+    if (inbox_.size() >= options.settings.inbox_max)
+      return Status(Code::kExhausted,
+                    fmt::format("{}: {} calls wait (inbox_max)", name_, inbox_.size()));
     inbox_.push_back(std::move(act));
     if (inbox_.size() > 1) return {};
   }
@@ -117,11 +140,16 @@ void Endpoint::post_always(std::function<void(Time)> act) {
 }
 
 Result<std::shared_ptr<RoomCell>> Endpoint::open_cell(RoomId room) {
-  if (value_of(room) > kRoomMax) return Status(Code::kInvalidArgument, fmt::format("room {} is above 2^63-1", value_of(room)));
+  if (value_of(room) > kRoomMax)
+    return Status(Code::kInvalidArgument, fmt::format("room {} is above 2^63-1", value_of(room)));
   const std::lock_guard lock(mutex_);
   if (closed_) return Status(Code::kAborted, fmt::format("{} has stopped", name_));
-  if (open_numbers_.contains(room)) return Status(Code::kAlreadyExists, fmt::format("room {} is open on {}", value_of(room), name_));
-  if (open_numbers_.size() >= options.settings.rooms_max) return Status(Code::kExhausted, fmt::format("{}: {} rooms are open (rooms_max)", name_, open_numbers_.size()));
+  if (open_numbers_.contains(room))
+    return Status(Code::kAlreadyExists,
+                  fmt::format("room {} is open on {}", value_of(room), name_));
+  if (open_numbers_.size() >= options.settings.rooms_max)
+    return Status(Code::kExhausted,
+                  fmt::format("{}: {} rooms are open (rooms_max)", name_, open_numbers_.size()));
   open_numbers_.insert(room);
   auto cell = std::make_shared<RoomCell>();
   cell->room = room;
@@ -154,7 +182,8 @@ std::string Endpoint::metrics() {
   return posted.ok() ? text.get() : "";
 }
 
-// --- the loop -----------------------------------------------------------------------------------------------------
+// --- the loop
+// -----------------------------------------------------------------------------------------------------
 
 void Endpoint::run() {
   try {
@@ -185,7 +214,8 @@ void Endpoint::run() {
     }
     end("the endpoint stopped");
   } catch (const std::exception& error) {
-    // A defect of ours: the endpoint ends and every room in it with that reason, the process goes on.
+    // A defect of ours: the endpoint ends and every room in it with that reason, the process goes
+    // on.
     trace(proto::Severity::kError, fmt::format("{} ends: {}", name_, error.what()));
     end(error.what());
   }
@@ -199,14 +229,16 @@ void Endpoint::end(const std::string& why) {
   }
   // Rooms whose last change has not been published yet, then the rest.
   for (const auto& [use, view] : std::exchange(changed_, {})) {
-    if (const auto it = cells_.find(use); it != cells_.end() && view.state == RoomState::kSuccess) it->second->state.store(static_cast<std::uint8_t>(view.state), std::memory_order_release);
+    if (const auto it = cells_.find(use); it != cells_.end() && view.state == RoomState::kSuccess)
+      it->second->state.store(static_cast<std::uint8_t>(view.state), std::memory_order_release);
   }
   for (const auto& [use, cell] : cells_) {
     if (!is_terminal(cell->get())) cell->fail(Status(Code::kAborted, why), false);
   }
   // Nothing lands any more once the plane is gone.
   plane_.reset();
-  for (const auto& [use, cell] : cells_) cell->pages_reusable.store(true, std::memory_order_release);
+  for (const auto& [use, cell] : cells_)
+    cell->pages_reusable.store(true, std::memory_order_release);
 }
 
 void Endpoint::turn(int timeout_ms) {
@@ -218,7 +250,8 @@ void Endpoint::turn(int timeout_ms) {
     if (inbox_.size() <= kInboxBatch) {
       commands.swap(inbox_);
     } else {
-      commands.assign(std::make_move_iterator(inbox_.begin()), std::make_move_iterator(inbox_.begin() + kInboxBatch));
+      commands.assign(std::make_move_iterator(inbox_.begin()),
+                      std::make_move_iterator(inbox_.begin() + kInboxBatch));
       inbox_.erase(inbox_.begin(), inbox_.begin() + kInboxBatch);
     }
     std::uint64_t drained = 0;
@@ -235,7 +268,8 @@ void Endpoint::turn(int timeout_ms) {
     for (const proto::ReadyId id : ids) manager_->on_ready(id, now());
   }
 
-  // The control socket's descriptor is edge-triggered: stop only when there is nothing left, or come back without waiting.
+  // The control socket's descriptor is edge-triggered: stop only when there is nothing left, or
+  // come back without waiting.
   wire::Frames frames;
   int messages = 0;
   while (messages < kMessageBatch && control_->receive(frames)) {
@@ -258,7 +292,9 @@ void Endpoint::turn(int timeout_ms) {
       if (it == cells_.end()) continue;
       RoomCell& cell = *it->second;
       cell.bytes.store(view.bytes, std::memory_order_relaxed);
-      if (view.prefix_tokens) cell.prefix_tokens.store(static_cast<std::int64_t>(*view.prefix_tokens), std::memory_order_relaxed);
+      if (view.prefix_tokens)
+        cell.prefix_tokens.store(static_cast<std::int64_t>(*view.prefix_tokens),
+                                 std::memory_order_relaxed);
       if (!is_terminal(cell.get())) {
         if (view.state == RoomState::kFailed) {
           cell.fail(view.failure.status, view.failure.from_other);
@@ -276,7 +312,8 @@ void Endpoint::turn(int timeout_ms) {
 
 void Endpoint::drop_cell(proto::UseId use) {
   const auto it = cells_.find(use);
-  if (it != cells_.end() && it->second->pages_reusable.load(std::memory_order_acquire)) cells_.erase(it);
+  if (it != cells_.end() && it->second->pages_reusable.load(std::memory_order_acquire))
+    cells_.erase(it);
 }
 
 void Endpoint::bind_cell(proto::UseId use, std::shared_ptr<RoomCell> cell) {
@@ -292,28 +329,38 @@ void Endpoint::watch_ready(proto::ReadyId ready, int fd) {
   event.events = EPOLLIN;
   event.data.fd = fd;
   if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
-    // Not a descriptor that can be waited for: reading early would be wrong, so the chunk never becomes ready and its room
-    // fails at its deadline.
-    trace(proto::Severity::kError, fmt::format("ready descriptor {}: {}", fd, std::strerror(errno)));
+    // Not a descriptor that can be waited for: reading early would be wrong, so the chunk never
+    // becomes ready and its room fails at its deadline.
+    trace(proto::Severity::kError,
+          fmt::format("ready descriptor {}: {}", fd, std::strerror(errno)));
     ready_.erase(fd);
   }
 }
 
-// --- ports --------------------------------------------------------------------------------------------------------
+// --- ports
+// --------------------------------------------------------------------------------------------------------
 
 void Endpoint::call(proto::CallId id, proto::HttpRequest request) {
   http_->call(std::move(request), [this, id](proto::HttpResponse response) {
     // Calls are few, and one whose answer is lost would never end.
-    post_always([this, id, response = std::move(response)](Time t) { manager_->on_http(id, response, t); });
+    post_always(
+        [this, id, response = std::move(response)](Time t) { manager_->on_http(id, response, t); });
   });
 }
 
-std::string Endpoint::load(std::uint64_t address, std::size_t bytes) { return {reinterpret_cast<const char*>(address), bytes}; }
-void Endpoint::store(std::uint64_t address, const std::string& bytes) { std::memcpy(reinterpret_cast<void*>(address), bytes.data(), bytes.size()); }
-void Endpoint::on_room(proto::UseId use, const proto::RoomView& view) { changed_[use] = view; }
+std::string Endpoint::load(std::uint64_t address, std::size_t bytes) {
+  return {reinterpret_cast<const char*>(address), bytes};
+}
+void Endpoint::store(std::uint64_t address, const std::string& bytes) {
+  std::memcpy(reinterpret_cast<void*>(address), bytes.data(), bytes.size());
+}
+void Endpoint::on_room(proto::UseId use, const proto::RoomView& view) {
+  changed_[use] = view;
+}
 
 void Endpoint::trace(proto::Severity severity, const std::string& line) {
-  if (static_cast<int>(severity) >= static_cast<int>(options.log_level)) log_line(severity, name_, line);
+  if (static_cast<int>(severity) >= static_cast<int>(options.log_level))
+    log_line(severity, name_, line);
 }
 
 }  // namespace kvferry::runtime

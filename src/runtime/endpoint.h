@@ -1,7 +1,8 @@
-// The loop of one endpoint: it owns a manager, the control sockets and all timers, on one thread. The application pushes
-// commands into the inbox and reads atomics.
+// The loop of one endpoint: it owns a manager, the control sockets and all timers, on one thread.
+// The application pushes commands into the inbox and reads atomics.
 //
-//   epoll_wait(until the next deadline) → inbox (bounded) → control messages until there are none → plane → manager.advance
+//   epoll_wait(until the next deadline) → inbox (bounded) → control messages until there are none →
+//   plane → manager.advance
 //     → changed rooms to their cells
 #pragma once
 
@@ -31,16 +32,19 @@ struct RoomCell {
   RoomId room{};
   std::uint32_t pool_pages = 0;
   std::weak_ptr<Endpoint> endpoint;
-  // Published with release after everything else of a change; a reader that sees a terminal state sees its failure too.
+  // Published with release after everything else of a change; a reader that sees a terminal state
+  // sees its failure too.
   std::atomic<std::uint8_t> state{static_cast<std::uint8_t>(RoomState::kBootstrapping)};
   std::atomic<bool> pages_reusable{false}, cleared{false};
   std::atomic<std::uint64_t> bytes{0};
   std::atomic<std::int64_t> prefix_tokens{-1};
   mutable std::mutex mutex;
-  RoomFailure failure;  // under mutex
+  RoomFailure failure;                // under mutex
   std::atomic<std::uint64_t> use{0};  // the loop's own, set when it opens the room
 
-  [[nodiscard]] RoomState get() const { return static_cast<RoomState>(state.load(std::memory_order_acquire)); }
+  [[nodiscard]] RoomState get() const {
+    return static_cast<RoomState>(state.load(std::memory_order_acquire));
+  }
   void fail(Status status, bool from_other);
 };
 
@@ -59,7 +63,11 @@ class Manager {
   virtual std::string metrics() const = 0;
 };
 
-class Endpoint final : public std::enable_shared_from_this<Endpoint>, proto::HttpPort, proto::MemoryPort, proto::RoomListener, proto::TracePort {
+class Endpoint final : public std::enable_shared_from_this<Endpoint>,
+                       proto::HttpPort,
+                       proto::MemoryPort,
+                       proto::RoomListener,
+                       proto::TracePort {
  public:
   // Sockets and plane stand afterwards; the loop runs from start() on.
   static Result<std::shared_ptr<Endpoint>> create(std::string name, const EndpointOptions& options);
@@ -71,7 +79,8 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, proto::Htt
   // The loop's manager, for commands that run there.
   [[nodiscard]] Manager& manager() { return *manager_; }
 
-  // Runs `act` on the loop. kExhausted when the inbox is full, kAborted when it is closed; nothing was queued then.
+  // Runs `act` on the loop. kExhausted when the inbox is full, kAborted when it is closed; nothing
+  // was queued then.
   Status post(std::function<void(Time now)> act);
   // The same whatever the inbox holds, for calls that must not be lost. Dropped when it is closed.
   void post_always(std::function<void(Time now)> act);

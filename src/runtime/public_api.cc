@@ -12,10 +12,12 @@ namespace {
 using runtime::Endpoint;
 using runtime::RoomCell;
 
-std::string counters_text(const char* role, const proto::Counters& c, std::size_t rooms, std::size_t sessions) {
+std::string counters_text(const char* role, const proto::Counters& c, std::size_t rooms,
+                          std::size_t sessions) {
   std::string out;
   const auto line = [&](const char* name, const char* type, std::uint64_t value) {
-    out += fmt::format("# TYPE kvferry_{}_{} {}\nkvferry_{}_{} {}\n", role, name, type, role, name, value);
+    out += fmt::format("# TYPE kvferry_{}_{} {}\nkvferry_{}_{} {}\n", role, name, type, role, name,
+                       value);
   };
   line("rooms_open", "gauge", rooms);
   line("sessions_open", "gauge", sessions);
@@ -36,9 +38,13 @@ std::string counters_text(const char* role, const proto::Counters& c, std::size_
 
 class PrefillAdapter final : public runtime::Manager {
  public:
-  PrefillAdapter(proto::PrefillSelf self, Endpoint& endpoint) : endpoint_(endpoint), manager(std::move(self), endpoint.options.settings, endpoint.ports()) {}
+  PrefillAdapter(proto::PrefillSelf self, Endpoint& endpoint)
+      : endpoint_(endpoint),
+        manager(std::move(self), endpoint.options.settings, endpoint.ports()) {}
   void on_frames(const wire::Frames& frames, Time now) override { manager.on_frames(frames, now); }
-  void on_completion(const Completion& completion, Time now) override { manager.on_completion(completion, now); }
+  void on_completion(const Completion& completion, Time now) override {
+    manager.on_completion(completion, now);
+  }
   void on_http(proto::CallId call, const proto::HttpResponse& response, Time now) override {
     manager.on_http(call, response, now);
     endpoint_.registered.store(manager.is_registered(), std::memory_order_release);
@@ -50,7 +56,9 @@ class PrefillAdapter final : public runtime::Manager {
   bool is_quiet() const override { return manager.is_quiet(); }
   std::string metrics() const override {
     return counters_text("prefill", manager.counters(), manager.open_rooms(), manager.sessions()) +
-           fmt::format("# TYPE kvferry_prefill_pending_rooms gauge\nkvferry_prefill_pending_rooms {}\n", manager.pending_rooms());
+           fmt::format(
+               "# TYPE kvferry_prefill_pending_rooms gauge\nkvferry_prefill_pending_rooms {}\n",
+               manager.pending_rooms());
   }
 
  private:
@@ -62,10 +70,15 @@ class PrefillAdapter final : public runtime::Manager {
 
 class DecodeAdapter final : public runtime::Manager {
  public:
-  DecodeAdapter(proto::DecodeSelf self, Endpoint& endpoint) : manager(std::move(self), endpoint.options.settings, endpoint.ports()) {}
+  DecodeAdapter(proto::DecodeSelf self, Endpoint& endpoint)
+      : manager(std::move(self), endpoint.options.settings, endpoint.ports()) {}
   void on_frames(const wire::Frames& frames, Time now) override { manager.on_frames(frames, now); }
-  void on_completion(const Completion& completion, Time now) override { manager.on_completion(completion, now); }
-  void on_http(proto::CallId call, const proto::HttpResponse& response, Time now) override { manager.on_http(call, response, now); }
+  void on_completion(const Completion& completion, Time now) override {
+    manager.on_completion(completion, now);
+  }
+  void on_http(proto::CallId call, const proto::HttpResponse& response, Time now) override {
+    manager.on_http(call, response, now);
+  }
   void on_ready(proto::ReadyId, Time) override {}
   void advance(Time now) override { manager.advance(now); }
   Time next_deadline() const override { return manager.next_deadline(); }
@@ -73,16 +86,24 @@ class DecodeAdapter final : public runtime::Manager {
   bool is_quiet() const override { return manager.is_quiet(); }
   std::string metrics() const override {
     return counters_text("decode", manager.counters(), manager.open_rooms(), manager.sessions()) +
-           fmt::format("# TYPE kvferry_decode_leases gauge\nkvferry_decode_leases {}\n# TYPE kvferry_decode_leases_quarantined gauge\nkvferry_decode_leases_quarantined {}\n",
-                       manager.open_leases(), manager.quarantined());
+           fmt::format(
+               "# TYPE kvferry_decode_leases gauge\nkvferry_decode_leases {}\n# TYPE "
+               "kvferry_decode_leases_quarantined gauge\nkvferry_decode_leases_quarantined {}\n",
+               manager.open_leases(), manager.quarantined());
   }
 
   proto::DecodeManager manager;
 };
 
-proto::PrefillManager& prefill(Endpoint& endpoint) { return static_cast<PrefillAdapter&>(endpoint.manager()).manager; }
-proto::DecodeManager& decode(Endpoint& endpoint) { return static_cast<DecodeAdapter&>(endpoint.manager()).manager; }
-proto::UseId use_of(const RoomCell& cell) { return proto::UseId{cell.use.load(std::memory_order_acquire)}; }
+proto::PrefillManager& prefill(Endpoint& endpoint) {
+  return static_cast<PrefillAdapter&>(endpoint.manager()).manager;
+}
+proto::DecodeManager& decode(Endpoint& endpoint) {
+  return static_cast<DecodeAdapter&>(endpoint.manager()).manager;
+}
+proto::UseId use_of(const RoomCell& cell) {
+  return proto::UseId{cell.use.load(std::memory_order_acquire)};
+}
 
 RoomFailure failure_of(const RoomCell& cell) {
   const std::lock_guard lock(cell.mutex);
@@ -93,7 +114,8 @@ RoomFailure failure_of(const RoomCell& cell) {
 template <class Act>
 Status post_to(const std::shared_ptr<RoomCell>& cell, Act act) {
   if (cell == nullptr) return Status(Code::kInvalidArgument, "an empty handle");
-  if (cell->cleared.load(std::memory_order_acquire)) return Status(Code::kNotFound, fmt::format("room {} was cleared", value_of(cell->room)));
+  if (cell->cleared.load(std::memory_order_acquire))
+    return Status(Code::kNotFound, fmt::format("room {} was cleared", value_of(cell->room)));
   const auto endpoint = cell->endpoint.lock();
   if (endpoint == nullptr) return Status(Code::kAborted, "the endpoint is gone");
   return endpoint->post([raw = endpoint.get(), act = std::move(act)](Time now) { act(*raw, now); });
@@ -102,7 +124,9 @@ Status post_to(const std::shared_ptr<RoomCell>& cell, Act act) {
 Status check_pages(const RoomCell& cell, std::span<const PageIndex> pages) {
   for (const PageIndex page : pages) {
     if (page < 0 || static_cast<std::uint32_t>(page) >= cell.pool_pages) {
-      return Status(Code::kInvalidArgument, fmt::format("room {}: page {} outside pool of {}", value_of(cell.room), page, cell.pool_pages));
+      return Status(Code::kInvalidArgument,
+                    fmt::format("room {}: page {} outside pool of {}", value_of(cell.room), page,
+                                cell.pool_pages));
     }
   }
   return {};
@@ -114,8 +138,8 @@ void clear_cell(const std::shared_ptr<RoomCell>& cell, Act act) {
   if (cell == nullptr || cell->cleared.exchange(true, std::memory_order_acq_rel)) return;
   const auto endpoint = cell->endpoint.lock();
   if (endpoint == nullptr) return;
-  // The number is free when the loop has heard of it, so that a new open() cannot overtake the clear. A full inbox must not
-  // lose it: it is the call that makes room.
+  // The number is free when the loop has heard of it, so that a new open() cannot overtake the
+  // clear. A full inbox must not lose it: it is the call that makes room.
   endpoint->post_always([raw = endpoint.get(), cell, act](Time now) {
     act(*raw, now);
     raw->drop_cell(use_of(*cell));
@@ -125,20 +149,26 @@ void clear_cell(const std::shared_ptr<RoomCell>& cell, Act act) {
 
 }  // namespace
 
-std::shared_ptr<data::LoopbackFabric> make_loopback_fabric() { return std::make_shared<data::LoopbackFabric>(); }
+std::shared_ptr<data::LoopbackFabric> make_loopback_fabric() {
+  return std::make_shared<data::LoopbackFabric>();
+}
 
-// --- Sender -------------------------------------------------------------------------------------------------------
+// --- Sender
+// -------------------------------------------------------------------------------------------------------
 
 Status Sender::init(std::uint64_t pages, std::uint32_t aux_row) {
   return post_to(cell_, [cell = cell_, pages, aux_row](Endpoint& endpoint, Time now) {
-    if (const Status status = prefill(endpoint).init(use_of(*cell), pages, aux_row, now); !status.ok()) prefill(endpoint).abort(use_of(*cell), status, now);
+    if (const Status status = prefill(endpoint).init(use_of(*cell), pages, aux_row, now);
+        !status.ok())
+      prefill(endpoint).abort(use_of(*cell), status, now);
   });
 }
 
 Status Sender::send(std::span<const PageIndex> pages, int ready_fd) {
   if (cell_ == nullptr) return Status(Code::kInvalidArgument, "an empty handle");
   KVF_RETURN_IF_ERROR(check_pages(*cell_, pages));
-  return post_to(cell_, [cell = cell_, list = std::vector<PageIndex>(pages.begin(), pages.end()), ready_fd](Endpoint& endpoint, Time now) {
+  return post_to(cell_, [cell = cell_, list = std::vector<PageIndex>(pages.begin(), pages.end()),
+                         ready_fd](Endpoint& endpoint, Time now) {
     const proto::ReadyId ready = ready_fd >= 0 ? endpoint.next_ready() : proto::ReadyId{};
     const Status status = prefill(endpoint).send(use_of(*cell), list, ready, now);
     if (!status.ok()) {
@@ -149,61 +179,100 @@ Status Sender::send(std::span<const PageIndex> pages, int ready_fd) {
   });
 }
 
-RoomState Sender::poll() const { return cell_ == nullptr ? RoomState::kFailed : cell_->get(); }
+RoomState Sender::poll() const {
+  return cell_ == nullptr ? RoomState::kFailed : cell_->get();
+}
 
 void Sender::abort(std::string reason) {
-  (void)post_to(cell_, [cell = cell_, reason = std::move(reason)](Endpoint& endpoint, Time now) { prefill(endpoint).abort(use_of(*cell), Status(Code::kAborted, reason), now); });
+  (void)post_to(cell_, [cell = cell_, reason = std::move(reason)](Endpoint& endpoint, Time now) {
+    prefill(endpoint).abort(use_of(*cell), Status(Code::kAborted, reason), now);
+  });
 }
 
 void Sender::clear() {
-  clear_cell(cell_, [cell = cell_](Endpoint& endpoint, Time now) { prefill(endpoint).clear(use_of(*cell), now); });
+  clear_cell(cell_, [cell = cell_](Endpoint& endpoint, Time now) {
+    prefill(endpoint).clear(use_of(*cell), now);
+  });
 }
 
-bool Sender::pages_reusable() const { return cell_ == nullptr || cell_->pages_reusable.load(std::memory_order_acquire); }
+bool Sender::pages_reusable() const {
+  return cell_ == nullptr || cell_->pages_reusable.load(std::memory_order_acquire);
+}
 
 std::optional<std::uint64_t> Sender::decode_prefix_length() const {
-  const std::int64_t tokens = cell_ == nullptr ? -1 : cell_->prefix_tokens.load(std::memory_order_relaxed);
-  return tokens < 0 ? std::nullopt : std::optional<std::uint64_t>(static_cast<std::uint64_t>(tokens));
+  const std::int64_t tokens =
+      cell_ == nullptr ? -1 : cell_->prefix_tokens.load(std::memory_order_relaxed);
+  return tokens < 0 ? std::nullopt
+                    : std::optional<std::uint64_t>(static_cast<std::uint64_t>(tokens));
 }
 
-std::uint64_t Sender::bytes_moved() const { return cell_ == nullptr ? 0 : cell_->bytes.load(std::memory_order_relaxed); }
-RoomFailure Sender::failure() const { return cell_ == nullptr ? RoomFailure{} : failure_of(*cell_); }
-RoomId Sender::room() const { return cell_ == nullptr ? RoomId{} : cell_->room; }
+std::uint64_t Sender::bytes_moved() const {
+  return cell_ == nullptr ? 0 : cell_->bytes.load(std::memory_order_relaxed);
+}
+RoomFailure Sender::failure() const {
+  return cell_ == nullptr ? RoomFailure{} : failure_of(*cell_);
+}
+RoomId Sender::room() const {
+  return cell_ == nullptr ? RoomId{} : cell_->room;
+}
 
-// --- Receiver -----------------------------------------------------------------------------------------------------
+// --- Receiver
+// -----------------------------------------------------------------------------------------------------
 
 Status Receiver::init(std::optional<std::uint32_t> prefill_dp_rank) {
   return post_to(cell_, [cell = cell_, prefill_dp_rank](Endpoint& endpoint, Time now) {
-    if (const Status status = decode(endpoint).init(use_of(*cell), prefill_dp_rank, now); !status.ok()) decode(endpoint).abort(use_of(*cell), status, now);
+    if (const Status status = decode(endpoint).init(use_of(*cell), prefill_dp_rank, now);
+        !status.ok())
+      decode(endpoint).abort(use_of(*cell), status, now);
   });
 }
 
-Status Receiver::send_metadata(std::span<const PageIndex> pages, std::optional<std::uint32_t> aux_row, std::uint64_t prefix_tokens) {
+Status Receiver::send_metadata(std::span<const PageIndex> pages,
+                               std::optional<std::uint32_t> aux_row, std::uint64_t prefix_tokens) {
   if (cell_ == nullptr) return Status(Code::kInvalidArgument, "an empty handle");
   KVF_RETURN_IF_ERROR(check_pages(*cell_, pages));
-  return post_to(cell_, [cell = cell_, metadata = proto::RoomMetadata{{pages.begin(), pages.end()}, aux_row, prefix_tokens}](Endpoint& endpoint, Time now) {
-    if (const Status status = decode(endpoint).send_metadata(use_of(*cell), metadata, now); !status.ok()) decode(endpoint).abort(use_of(*cell), status, now);
-  });
+  return post_to(
+      cell_, [cell = cell_,
+              metadata = proto::RoomMetadata{{pages.begin(), pages.end()}, aux_row, prefix_tokens}](
+                 Endpoint& endpoint, Time now) {
+        if (const Status status = decode(endpoint).send_metadata(use_of(*cell), metadata, now);
+            !status.ok())
+          decode(endpoint).abort(use_of(*cell), status, now);
+      });
 }
 
-RoomState Receiver::poll() const { return cell_ == nullptr ? RoomState::kFailed : cell_->get(); }
+RoomState Receiver::poll() const {
+  return cell_ == nullptr ? RoomState::kFailed : cell_->get();
+}
 
 void Receiver::abort(std::string reason) {
-  (void)post_to(cell_, [cell = cell_, reason = std::move(reason)](Endpoint& endpoint, Time now) { decode(endpoint).abort(use_of(*cell), Status(Code::kAborted, reason), now); });
+  (void)post_to(cell_, [cell = cell_, reason = std::move(reason)](Endpoint& endpoint, Time now) {
+    decode(endpoint).abort(use_of(*cell), Status(Code::kAborted, reason), now);
+  });
 }
 
 void Receiver::clear() {
-  clear_cell(cell_, [cell = cell_](Endpoint& endpoint, Time now) { decode(endpoint).clear(use_of(*cell), now); });
+  clear_cell(cell_, [cell = cell_](Endpoint& endpoint, Time now) {
+    decode(endpoint).clear(use_of(*cell), now);
+  });
 }
 
-bool Receiver::pages_reusable() const { return cell_ == nullptr || cell_->pages_reusable.load(std::memory_order_acquire); }
-RoomFailure Receiver::failure() const { return cell_ == nullptr ? RoomFailure{} : failure_of(*cell_); }
-RoomId Receiver::room() const { return cell_ == nullptr ? RoomId{} : cell_->room; }
+bool Receiver::pages_reusable() const {
+  return cell_ == nullptr || cell_->pages_reusable.load(std::memory_order_acquire);
+}
+RoomFailure Receiver::failure() const {
+  return cell_ == nullptr ? RoomFailure{} : failure_of(*cell_);
+}
+RoomId Receiver::room() const {
+  return cell_ == nullptr ? RoomId{} : cell_->room;
+}
 
-// --- endpoints ----------------------------------------------------------------------------------------------------
+// --- endpoints
+// ----------------------------------------------------------------------------------------------------
 
 Result<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::create(PrefillOptions options) {
-  const std::string name = fmt::format("prefill tp{} pp{} dp{}", options.place.tp_rank, options.place.pp_rank, options.place.dp_rank);
+  const std::string name = fmt::format("prefill tp{} pp{} dp{}", options.place.tp_rank,
+                                       options.place.pp_rank, options.place.dp_rank);
   auto endpoint = Endpoint::create(name, options);
   if (!endpoint.ok()) return endpoint.status();
   Endpoint& e = **endpoint;
@@ -228,21 +297,25 @@ Result<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::create(PrefillOptions 
   return std::unique_ptr<PrefillEndpoint>(new PrefillEndpoint(std::move(*endpoint)));
 }
 
-PrefillEndpoint::PrefillEndpoint(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
-PrefillEndpoint::~PrefillEndpoint() { stop(); }
+PrefillEndpoint::PrefillEndpoint(std::shared_ptr<Endpoint> endpoint)
+    : endpoint_(std::move(endpoint)) {}
+PrefillEndpoint::~PrefillEndpoint() {
+  stop();
+}
 
 Result<Sender> PrefillEndpoint::open(RoomId room, bool carries_dp_rank) {
   auto cell = endpoint_->open_cell(room);
   if (!cell.ok()) return cell.status();
-  const Status posted = endpoint_->post([raw = endpoint_.get(), cell = *cell, carries_dp_rank](Time now) {
-    const auto use = prefill(*raw).open(cell->room, {carries_dp_rank}, now);
-    if (use.ok()) {
-      raw->bind_cell(*use, cell);
-    } else {
-      cell->fail(use.status(), false);
-      cell->pages_reusable.store(true, std::memory_order_release);
-    }
-  });
+  const Status posted =
+      endpoint_->post([raw = endpoint_.get(), cell = *cell, carries_dp_rank](Time now) {
+        const auto use = prefill(*raw).open(cell->room, {carries_dp_rank}, now);
+        if (use.ok()) {
+          raw->bind_cell(*use, cell);
+        } else {
+          cell->fail(use.status(), false);
+          cell->pages_reusable.store(true, std::memory_order_release);
+        }
+      });
   if (!posted.ok()) {
     endpoint_->close_cell(**cell);
     return posted;
@@ -252,13 +325,22 @@ Result<Sender> PrefillEndpoint::open(RoomId room, bool carries_dp_rank) {
   return sender;
 }
 
-bool PrefillEndpoint::registered() const { return endpoint_->registered.load(std::memory_order_acquire); }
-Address PrefillEndpoint::address() const { return endpoint_->address(); }
-void PrefillEndpoint::stop(Duration patience) { endpoint_->stop(patience); }
-std::string PrefillEndpoint::metrics() const { return endpoint_->metrics(); }
+bool PrefillEndpoint::registered() const {
+  return endpoint_->registered.load(std::memory_order_acquire);
+}
+Address PrefillEndpoint::address() const {
+  return endpoint_->address();
+}
+void PrefillEndpoint::stop(Duration patience) {
+  endpoint_->stop(patience);
+}
+std::string PrefillEndpoint::metrics() const {
+  return endpoint_->metrics();
+}
 
 Result<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::create(DecodeOptions options) {
-  const std::string name = fmt::format("decode tp{} pp{}", options.place.tp_rank, options.place.pp_rank);
+  const std::string name =
+      fmt::format("decode tp{} pp{}", options.place.tp_rank, options.place.pp_rank);
   auto endpoint = Endpoint::create(name, options);
   if (!endpoint.ok()) return endpoint.status();
   Endpoint& e = **endpoint;
@@ -275,8 +357,11 @@ Result<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::create(DecodeOptions opt
   return std::unique_ptr<DecodeEndpoint>(new DecodeEndpoint(std::move(*endpoint)));
 }
 
-DecodeEndpoint::DecodeEndpoint(std::shared_ptr<Endpoint> endpoint) : endpoint_(std::move(endpoint)) {}
-DecodeEndpoint::~DecodeEndpoint() { stop(); }
+DecodeEndpoint::DecodeEndpoint(std::shared_ptr<Endpoint> endpoint)
+    : endpoint_(std::move(endpoint)) {}
+DecodeEndpoint::~DecodeEndpoint() {
+  stop();
+}
 
 Result<Receiver> DecodeEndpoint::open(RoomId room, const Address& bootstrap) {
   auto cell = endpoint_->open_cell(room);
@@ -299,8 +384,14 @@ Result<Receiver> DecodeEndpoint::open(RoomId room, const Address& bootstrap) {
   return receiver;
 }
 
-Address DecodeEndpoint::address() const { return endpoint_->address(); }
-void DecodeEndpoint::stop(Duration patience) { endpoint_->stop(patience); }
-std::string DecodeEndpoint::metrics() const { return endpoint_->metrics(); }
+Address DecodeEndpoint::address() const {
+  return endpoint_->address();
+}
+void DecodeEndpoint::stop(Duration patience) {
+  endpoint_->stop(patience);
+}
+std::string DecodeEndpoint::metrics() const {
+  return endpoint_->metrics();
+}
 
 }  // namespace kvferry

@@ -16,7 +16,8 @@
 namespace kvferry {
 namespace {
 
-// Waits for an event of another thread; gives up after a long time, so that a defect shows as a failure and not as a hang.
+// Waits for an event of another thread; gives up after a long time, so that a defect shows as a
+// failure and not as a hang.
 bool eventually(const std::function<bool()>& condition) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (std::chrono::steady_clock::now() < end) {
@@ -29,22 +30,34 @@ bool eventually(const std::function<bool()>& condition) {
 struct RankMemory {
   Layout layout;
   std::vector<std::uint8_t> bytes;
-  RankMemory(const plan::Geometry& geometry, RankPlace place, std::uint32_t pages, std::uint8_t fill) {
+  RankMemory(const plan::Geometry& geometry, RankPlace place, std::uint32_t pages,
+             std::uint8_t fill) {
     layout = plan::layout_of_rank(geometry, place, 4, pages, 8);
     bytes.assign(plan::place_slabs(layout, 0, 64), fill);
     plan::place_slabs(layout, reinterpret_cast<std::uint64_t>(bytes.data()), 64);
   }
   std::uint8_t& at(std::size_t slab, std::uint32_t item, std::uint32_t offset) {
-    return *reinterpret_cast<std::uint8_t*>(layout.slabs[slab].base + item * layout.slabs[slab].item_stride + offset);
+    return *reinterpret_cast<std::uint8_t*>(layout.slabs[slab].base +
+                                            item * layout.slabs[slab].item_stride + offset);
   }
 };
 
 class OneProcess : public testing::TestWithParam<std::tuple<PlaneKind, bool>> {
  protected:
   static constexpr std::uint32_t kPages = 32;
-  OneProcess() : geometry_{.name = "t", .layers = 2, .attention = {}, .kv_heads = 2, .key_head_bytes = 16, .value_head_bytes = 16, .dtype = DType::kBFloat16, .aux_bytes = {32}},
-                 source_(geometry_, {}, kPages, 0), target_(geometry_, {}, kPages, 0xEE) {
-    for (std::size_t i = 0; i < source_.bytes.size(); ++i) source_.bytes[i] = static_cast<std::uint8_t>(i * 7 + i / 251);
+  OneProcess()
+      : geometry_{.name = "t",
+                  .layers = 2,
+                  .attention = {},
+                  .kv_heads = 2,
+                  .key_head_bytes = 16,
+                  .value_head_bytes = 16,
+                  .dtype = DType::kBFloat16,
+                  .aux_bytes = {32}},
+        source_(geometry_, {}, kPages, 0),
+        target_(geometry_, {}, kPages, 0xEE) {
+    for (std::size_t i = 0; i < source_.bytes.size(); ++i)
+      source_.bytes[i] = static_cast<std::uint8_t>(i * 7 + i / 251);
     auto server = BootstrapServer::create("127.0.0.1", 0, settings_);
     EXPECT_TRUE(server.ok()) << server.status().to_string();
     server_ = std::move(*server);
@@ -82,7 +95,9 @@ class OneProcess : public testing::TestWithParam<std::tuple<PlaneKind, bool>> {
   void expect_moved(const std::vector<PageIndex>& from, const std::vector<PageIndex>& to) {
     for (std::size_t slab = 0; slab < 4; ++slab) {
       for (std::size_t i = 0; i < from.size(); ++i) {
-        EXPECT_EQ(0, std::memcmp(&source_.at(slab, static_cast<std::uint32_t>(from[i]), 0), &target_.at(slab, static_cast<std::uint32_t>(to[i]), 0), source_.layout.slabs[slab].item_bytes));
+        EXPECT_EQ(0, std::memcmp(&source_.at(slab, static_cast<std::uint32_t>(from[i]), 0),
+                                 &target_.at(slab, static_cast<std::uint32_t>(to[i]), 0),
+                                 source_.layout.slabs[slab].item_bytes));
       }
     }
   }
@@ -108,7 +123,8 @@ TEST_P(OneProcess, ARoomArrivesByteForByte) {
   ASSERT_TRUE(sender->send(std::vector<PageIndex>{3, 4}).ok());
   ASSERT_TRUE(sender->send(std::vector<PageIndex>{9}).ok());
 
-  ASSERT_TRUE(eventually([&] { return is_terminal(receiver->poll()) && is_terminal(sender->poll()); }));
+  ASSERT_TRUE(
+      eventually([&] { return is_terminal(receiver->poll()) && is_terminal(sender->poll()); }));
   EXPECT_EQ(receiver->poll(), RoomState::kSuccess) << receiver->failure().status.to_string();
   EXPECT_EQ(sender->poll(), RoomState::kSuccess) << sender->failure().status.to_string();
   expect_moved(from, to);
@@ -128,14 +144,17 @@ TEST_P(OneProcess, NoSourceByteIsReadBeforeItsEventFires) {
   ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kWaitingForInput; }));
 
   for (std::size_t slab = 0; slab < 4; ++slab) {
-    for (std::uint32_t i = 0; i < 128; ++i) source_.at(slab, 6, i) = static_cast<std::uint8_t>(200 + slab);
+    for (std::uint32_t i = 0; i < 128; ++i)
+      source_.at(slab, 6, i) = static_cast<std::uint8_t>(200 + slab);
   }
   EXPECT_EQ(sender->poll(), RoomState::kWaitingForInput);
-  // The thread sanitizer does not know that a descriptor that becomes readable orders memory; a call through the inbox it sees.
+  // The thread sanitizer does not know that a descriptor that becomes readable orders memory; a
+  // call through the inbox it sees.
   (void)prefill_->metrics();
   const std::uint64_t one = 1;
   ASSERT_EQ(write(event, &one, sizeof one), static_cast<ssize_t>(sizeof one));
-  ASSERT_TRUE(eventually([&] { return receiver->poll() == RoomState::kSuccess; })) << receiver->failure().status.to_string();
+  ASSERT_TRUE(eventually([&] { return receiver->poll() == RoomState::kSuccess; }))
+      << receiver->failure().status.to_string();
   for (std::size_t slab = 0; slab < 4; ++slab) EXPECT_EQ(target_.at(slab, 11, 0), 200 + slab);
   EXPECT_TRUE(eventually([&] { return is_terminal(sender->poll()); }));
   close(event);
@@ -153,7 +172,8 @@ TEST_P(OneProcess, ANumberThatIsOpenIsRefusedAndTheFirstRoomGoesOn) {
   EXPECT_TRUE(eventually([&] { return receiver->poll() == RoomState::kSuccess; }));
   EXPECT_TRUE(eventually([&] { return first->poll() == RoomState::kSuccess; }));
   first->clear();
-  EXPECT_TRUE(eventually([&] { return prefill_->open(RoomId{9}).ok(); })) << "a cleared number is free";
+  EXPECT_TRUE(eventually([&] { return prefill_->open(RoomId{9}).ok(); }))
+      << "a cleared number is free";
 }
 
 TEST_P(OneProcess, AnAbortOnEitherSideEndsTheOther) {
@@ -163,7 +183,9 @@ TEST_P(OneProcess, AnAbortOnEitherSideEndsTheOther) {
   ASSERT_TRUE(receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
   ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kWaitingForInput; }));
   receiver->abort("the client went away");
-  ASSERT_TRUE(eventually([&] { return sender->poll() == RoomState::kFailed && receiver->poll() == RoomState::kFailed; }));
+  ASSERT_TRUE(eventually([&] {
+    return sender->poll() == RoomState::kFailed && receiver->poll() == RoomState::kFailed;
+  }));
   EXPECT_TRUE(sender->failure().from_other);
   EXPECT_FALSE(receiver->failure().from_other);
   EXPECT_EQ(receiver->failure().status.message(), "the client went away");
@@ -202,12 +224,14 @@ TEST_P(OneProcess, AStoppedEndpointFailsItsRoomsAndTellsTheOtherSide) {
 }
 
 TEST_P(OneProcess, ARestartedPrefillRankIsFoundAgain) {
-  // A foreign rank's silence is noticed by its room's deadline, which is long; that is tested in the simulator.
+  // A foreign rank's silence is noticed by its room's deadline, which is long; that is tested in
+  // the simulator.
   if (!std::get<1>(GetParam())) GTEST_SKIP();
   const auto run_room = [&](std::uint64_t number) {
     auto receiver = decode_->open(RoomId{number}, bootstrap_);
     auto sender = prefill_->open(RoomId{number});
-    EXPECT_TRUE(receiver->init().ok() && receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
+    EXPECT_TRUE(receiver->init().ok() &&
+                receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
     EXPECT_TRUE(sender->init(1, 0).ok() && sender->send(std::vector<PageIndex>{1}).ok());
     EXPECT_TRUE(eventually([&] { return is_terminal(receiver->poll()); }));
     const RoomState state = receiver->poll();
@@ -227,19 +251,25 @@ TEST_P(OneProcess, ARestartedPrefillRankIsFoundAgain) {
 TEST_P(OneProcess, MetricsAreTrue) {
   auto receiver = decode_->open(RoomId{30}, bootstrap_);
   auto sender = prefill_->open(RoomId{30});
-  ASSERT_TRUE(receiver->init().ok() && receiver->send_metadata(std::vector<PageIndex>{1, 2}, 0).ok());
+  ASSERT_TRUE(receiver->init().ok() &&
+              receiver->send_metadata(std::vector<PageIndex>{1, 2}, 0).ok());
   ASSERT_TRUE(sender->init(2, 0).ok() && sender->send(std::vector<PageIndex>{1, 2}).ok());
-  ASSERT_TRUE(eventually([&] { return is_terminal(receiver->poll()) && is_terminal(sender->poll()); }));
+  ASSERT_TRUE(
+      eventually([&] { return is_terminal(receiver->poll()) && is_terminal(sender->poll()); }));
   const std::string text = prefill_->metrics();
   EXPECT_NE(text.find("kvferry_prefill_rooms_succeeded_total 1\n"), std::string::npos) << text;
-  EXPECT_NE(text.find("kvferry_prefill_bytes_moved_total 1056\n"), std::string::npos) << text;  // 2 pages x 4 slabs x 128 + 32
+  EXPECT_NE(text.find("kvferry_prefill_bytes_moved_total 1056\n"), std::string::npos)
+      << text;  // 2 pages x 4 slabs x 128 + 32
   EXPECT_NE(decode_->metrics().find("kvferry_decode_rooms_succeeded_total 1\n"), std::string::npos);
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, OneProcess, testing::Combine(testing::Values(PlaneKind::kTcp, PlaneKind::kLoopback), testing::Bool()),
-                         [](const auto& param) {
-                           return std::string(std::get<0>(param.param) == PlaneKind::kTcp ? "tcp" : "loopback") + (std::get<1>(param.param) ? "_native" : "_sglang");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Every, OneProcess,
+    testing::Combine(testing::Values(PlaneKind::kTcp, PlaneKind::kLoopback), testing::Bool()),
+    [](const auto& param) {
+      return std::string(std::get<0>(param.param) == PlaneKind::kTcp ? "tcp" : "loopback") +
+             (std::get<1>(param.param) ? "_native" : "_sglang");
+    });
 
 }  // namespace
 }  // namespace kvferry

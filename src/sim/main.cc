@@ -17,7 +17,8 @@ namespace {
 
 constexpr std::uint64_t kSeedsForMarks = 500;
 
-int run(std::uint64_t first, std::uint64_t last, bool print, bool digest, unsigned threads, bool show_marks) {
+int run(std::uint64_t first, std::uint64_t last, bool print, bool digest, unsigned threads,
+        bool show_marks) {
   std::atomic<std::uint64_t> next{first};
   std::mutex mutex;
   std::uint64_t seeds = 0, rooms = 0, succeeded = 0, bytes = 0, violations = 0, combined = 0;
@@ -38,7 +39,9 @@ int run(std::uint64_t first, std::uint64_t last, bool print, bool digest, unsign
       one.add(report.digest);
       combined ^= one.value();  // seeds end in any order
       for (const std::string& text : report.violations) std::printf("%s\n", text.c_str());
-      if (!report.violations.empty()) std::printf("  again with the event log: kvferry-sim --seed %llu\n", static_cast<unsigned long long>(seed));
+      if (!report.violations.empty())
+        std::printf("  again with the event log: kvferry-sim --seed %llu\n",
+                    static_cast<unsigned long long>(seed));
       for (const auto& [mark, count] : report.marks) marks[mark] += count;
     }
   };
@@ -55,12 +58,15 @@ int run(std::uint64_t first, std::uint64_t last, bool print, bool digest, unsign
     }
   }
   if (show_marks) {
-    for (const auto& [mark, count] : marks) std::printf("%10llu  %s\n", static_cast<unsigned long long>(count), mark.c_str());
+    for (const auto& [mark, count] : marks)
+      std::printf("%10llu  %s\n", static_cast<unsigned long long>(count), mark.c_str());
   }
   if (digest) std::printf("digest=%016llx\n", static_cast<unsigned long long>(combined));
-  std::printf("seeds=%llu rooms=%llu succeeded=%llu bytes=%llu violations=%llu marks_missing=%llu\n", static_cast<unsigned long long>(seeds),
-              static_cast<unsigned long long>(rooms), static_cast<unsigned long long>(succeeded), static_cast<unsigned long long>(bytes),
-              static_cast<unsigned long long>(violations), static_cast<unsigned long long>(missing));
+  std::printf(
+      "seeds=%llu rooms=%llu succeeded=%llu bytes=%llu violations=%llu marks_missing=%llu\n",
+      static_cast<unsigned long long>(seeds), static_cast<unsigned long long>(rooms),
+      static_cast<unsigned long long>(succeeded), static_cast<unsigned long long>(bytes),
+      static_cast<unsigned long long>(violations), static_cast<unsigned long long>(missing));
   return violations == 0 && missing == 0 ? 0 : 1;
 }
 
@@ -68,7 +74,8 @@ int run(std::uint64_t first, std::uint64_t last, bool print, bool digest, unsign
 }  // namespace kvferry::sim
 
 int main(int argc, char** argv) {
-  CLI::App app{"Runs the protocol core in a simulated cluster: faults, then heal; every byte checked."};
+  CLI::App app{
+      "Runs the protocol core in a simulated cluster: faults, then heal; every byte checked."};
   std::string range = "1..100";
   std::uint64_t seed = 0;
   bool digest = false, marks = false;
@@ -77,12 +84,14 @@ int main(int argc, char** argv) {
   auto* one = app.add_option("--seed", seed, "one seed, with its event log");
   app.add_flag("--digest", digest, "print a digest of all event logs; the same on every machine");
   app.add_flag("--marks", marks, "print how often each mark was reached");
-  app.add_option("--threads", threads, "threads; default: one for each core")->check(CLI::Range(1U, 1024U));
+  app.add_option("--threads", threads, "threads; default: one for each core")
+      ->check(CLI::Range(1U, 1024U));
   CLI11_PARSE(app, argc, argv);
   if (one->count() > 0) return kvferry::sim::run(seed, seed, true, digest, 1, marks);
   const auto dots = range.find("..");
   const auto first = kvferry::parse_int<std::uint64_t>(range.substr(0, dots));
-  const auto last = dots == std::string::npos ? first : kvferry::parse_int<std::uint64_t>(range.substr(dots + 2));
+  const auto last =
+      dots == std::string::npos ? first : kvferry::parse_int<std::uint64_t>(range.substr(dots + 2));
   if (!first || !last || *last < *first) {
     std::fprintf(stderr, "--seeds: '%s' is no range A..B\n", range.c_str());
     return 2;

@@ -12,11 +12,14 @@ namespace {
 
 constexpr std::uint64_t kPieceBytesMax = 1024;
 
-Duration microseconds(std::uint64_t n) { return std::chrono::microseconds(n); }
+Duration microseconds(std::uint64_t n) {
+  return std::chrono::microseconds(n);
+}
 
 }  // namespace
 
-SimPlane::SimPlane(SimFabric& fabric, std::string host) : fabric_(fabric), host_(std::move(host)), life_(fabric.next_life_++) {
+SimPlane::SimPlane(SimFabric& fabric, std::string host)
+    : fabric_(fabric), host_(std::move(host)), life_(fabric.next_life_++) {
   address_ = fmt::format("sim/{}/{}", host_, life_);
   fabric_.planes_[address_] = this;
   fabric_.by_host_[host_] = address_;
@@ -39,7 +42,9 @@ void SimPlane::revoke(GrantId grant, FenceId fence) {
   SimFabric& fabric = fabric_;
   fabric.queue_.after(microseconds(fabric.random_.below(200)), [&fabric, self, fence] {
     const auto it = fabric.planes_.find(self);
-    if (it != fabric.planes_.end()) it->second->deliver({Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
+    if (it != fabric.planes_.end())
+      it->second->deliver(
+          {Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
   });
 }
 
@@ -50,16 +55,22 @@ void SimPlane::write(WriteSpec spec) {
   flight->to = spec.to;
   flight->spec = std::move(spec);
   flights_[flight->spec.id] = flight;
-  if (!data::is_walkable(flight->spec.plan)) return complete(flight, Status(Code::kInvalidArgument, "a lane or run of size 0"), true);
+  if (!data::is_walkable(flight->spec.plan))
+    return complete(flight, Status(Code::kInvalidArgument, "a lane or run of size 0"), true);
   // A peer that knows no lives names "host:port" alone.
-  if (const auto it = fabric_.by_host_.find(flight->to.substr(0, flight->to.find(':'))); it != fabric_.by_host_.end()) flight->to = it->second;
+  if (const auto it = fabric_.by_host_.find(flight->to.substr(0, flight->to.find(':')));
+      it != fabric_.by_host_.end())
+    flight->to = it->second;
   if (!fabric_.planes_.contains(flight->to)) {
-    return complete_later(fabric_, flight, Status(Code::kPeerLost, fmt::format("no plane answers to {}", flight->to)), true, microseconds(100 + fabric_.random_.below(2000)));
+    return complete_later(
+        fabric_, flight, Status(Code::kPeerLost, fmt::format("no plane answers to {}", flight->to)),
+        true, microseconds(100 + fabric_.random_.below(2000)));
   }
   std::size_t count = 0;
   for (const plan::Block& block : plan::expand(flight->spec.plan)) {
     for (std::uint64_t at = 0; at < block.bytes; at += kPieceBytesMax) {
-      flight->pieces[count++] = {block.source + at, block.target + at, std::min(kPieceBytesMax, block.bytes - at), std::nullopt};
+      flight->pieces[count++] = {block.source + at, block.target + at,
+                                 std::min(kPieceBytesMax, block.bytes - at), std::nullopt};
     }
     flight->bytes += block.bytes;
   }
@@ -68,18 +79,23 @@ void SimPlane::write(WriteSpec spec) {
   SimFabric& fabric = fabric_;
   if (fabric.random_.chance(faults.fail_percent)) {
     KVF_REACHED("a write failed half-way");
-    // The source learns that its write broke; what was on the wire goes on landing while its grant lives.
-    complete_later(fabric, flight, Status(Code::kPeerLost, "simulated failure"), false, microseconds(100 + fabric.random_.below(3000)));
+    // The source learns that its write broke; what was on the wire goes on landing while its grant
+    // lives.
+    complete_later(fabric, flight, Status(Code::kPeerLost, "simulated failure"), false,
+                   microseconds(100 + fabric.random_.below(3000)));
   }
   for (std::size_t i = 0; i < count; ++i) {
     // A link has a speed: later pieces of a large write come later.
     Duration delay = microseconds(50 + fabric.random_.below(2000) + i);
-    if (fabric.random_.chance(faults.slow_percent)) delay += microseconds(fabric.random_.below(static_cast<std::uint64_t>(faults.slow.count()) / 1000 + 1));
+    if (fabric.random_.chance(faults.slow_percent))
+      delay += microseconds(
+          fabric.random_.below(static_cast<std::uint64_t>(faults.slow.count()) / 1000 + 1));
     fabric.queue_.after(delay, [&fabric, flight, i] { arrive(fabric, flight, i); });
   }
 }
 
-// The source is read no more after its completion: each piece either never left or is on the wire with its bytes of now.
+// The source is read no more after its completion: each piece either never left or is on the wire
+// with its bytes of now.
 void SimPlane::leave_memory(Flight& flight) {
   for (auto it = flight.pieces.begin(); it != flight.pieces.end();) {
     Piece& piece = it->second;
@@ -97,7 +113,8 @@ void SimPlane::arrive(SimFabric& fabric, const std::shared_ptr<Flight>& flight, 
   const auto target = fabric.planes_.find(flight->to);
   if (target == fabric.planes_.end()) {
     flight->stopped = true;
-    return complete_later(fabric, flight, Status(Code::kPeerLost, "the target is gone"), true, microseconds(100));
+    return complete_later(fabric, flight, Status(Code::kPeerLost, "the target is gone"), true,
+                          microseconds(100));
   }
   target->second->land(flight, piece);
 }
@@ -110,22 +127,31 @@ void SimPlane::land(const std::shared_ptr<Flight>& flight, std::size_t number) {
   if (thaw > fabric.queue_.now() || !fabric.linked(flight->from_host, host_)) {
     KVF_REACHED("a piece was held up on the wire");
     if (!piece.wire) piece.wire.emplace(reinterpret_cast<const char*>(piece.source), piece.bytes);
-    const Time again = std::max(thaw, fabric.queue_.now() + microseconds(500)) + microseconds(fabric.random_.below(2000));
+    const Time again = std::max(thaw, fabric.queue_.now() + microseconds(500)) +
+                       microseconds(fabric.random_.below(2000));
     fabric.queue_.at(again, [&fabric, flight, number] { arrive(fabric, flight, number); });
     return;
   }
-  if (Status lent = grants_.recheck(flight->ticket, flight->spec.authority, flight->spec.plan); !lent.ok()) {
+  if (Status lent = grants_.recheck(flight->ticket, flight->spec.authority, flight->spec.plan);
+      !lent.ok()) {
     KVF_REACHED("a piece was refused because its grant was gone");
     flight->stopped = true;  // a refusal ends the write on the target
-    return complete_later(fabric, flight, std::move(lent), true, microseconds(50 + fabric.random_.below(1000)));
+    return complete_later(fabric, flight, std::move(lent), true,
+                          microseconds(50 + fabric.random_.below(1000)));
   }
-  std::memcpy(reinterpret_cast<void*>(piece.target), piece.wire ? piece.wire->data() : reinterpret_cast<const char*>(piece.source), piece.bytes);
-  if (fabric.on_land) fabric.on_land(flight->from_host, flight->from_life, flight->spec.flow, host_, piece.target, piece.bytes);
+  std::memcpy(reinterpret_cast<void*>(piece.target),
+              piece.wire ? piece.wire->data() : reinterpret_cast<const char*>(piece.source),
+              piece.bytes);
+  if (fabric.on_land)
+    fabric.on_land(flight->from_host, flight->from_life, flight->spec.flow, host_, piece.target,
+                   piece.bytes);
   flight->pieces.erase(number);
-  if (flight->pieces.empty()) complete_later(fabric, flight, Status(), true, microseconds(20 + fabric.random_.below(500)));
+  if (flight->pieces.empty())
+    complete_later(fabric, flight, Status(), true, microseconds(20 + fabric.random_.below(500)));
 }
 
-void SimPlane::complete_later(SimFabric& fabric, const std::shared_ptr<Flight>& flight, Status status, bool settled, Duration delay) {
+void SimPlane::complete_later(SimFabric& fabric, const std::shared_ptr<Flight>& flight,
+                              Status status, bool settled, Duration delay) {
   const PlaneAddress from = fmt::format("sim/{}/{}", flight->from_host, flight->from_life);
   fabric.queue_.after(delay, [&fabric, flight, status, settled, from] {
     const auto it = fabric.planes_.find(from);
@@ -143,14 +169,16 @@ void SimPlane::complete(const std::shared_ptr<Flight>& flight, Status status, bo
   }
   flights_.erase(flight->spec.id);
   const std::uint64_t bytes = status.ok() ? flight->bytes : 0;
-  deliver({Completion::Kind::kWrite, static_cast<std::uint64_t>(flight->spec.id), std::move(status), settled, bytes});
+  deliver({Completion::Kind::kWrite, static_cast<std::uint64_t>(flight->spec.id), std::move(status),
+           settled, bytes});
 }
 
 void SimPlane::cancel(WriteId write) {
   const auto it = flights_.find(write);
   if (it == flights_.end()) return;
   const bool settled = !fabric_.random_.chance(fabric_.faults.unsettled_percent);
-  complete_later(fabric_, it->second, Status(Code::kAborted, "cancelled"), settled, microseconds(fabric_.random_.below(20000)));
+  complete_later(fabric_, it->second, Status(Code::kAborted, "cancelled"), settled,
+                 microseconds(fabric_.random_.below(20000)));
 }
 
 void SimPlane::forget(const PlaneAddress& peer, FenceId fence) {
@@ -158,7 +186,8 @@ void SimPlane::forget(const PlaneAddress& peer, FenceId fence) {
   for (const auto& [id, flight] : flights_) {
     if (flight->spec.to == peer) concerned.push_back(flight);
   }
-  for (const auto& flight : concerned) complete(flight, Status(Code::kAborted, "peer forgotten"), true);
+  for (const auto& flight : concerned)
+    complete(flight, Status(Code::kAborted, "peer forgotten"), true);
   deliver({Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
 }
 

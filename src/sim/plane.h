@@ -1,6 +1,6 @@
-// The simulated data plane: of the kind whose revoke is a fence, but otherwise as mean as the contract allows. Each piece of a
-// write lands at its own moment, in any order, now and then much later; writes fail half-way; pieces of a dead writer go on
-// landing as long as their grant lives.
+// The simulated data plane: of the kind whose revoke is a fence, but otherwise as mean as the
+// contract allows. Each piece of a write lands at its own moment, in any order, now and then much
+// later; writes fail half-way; pieces of a dead writer go on landing as long as their grant lives.
 #pragma once
 
 #include <functional>
@@ -20,9 +20,9 @@ namespace kvferry::sim {
 class SimPlane;
 
 struct SimPlaneFaults {
-  std::uint64_t fail_percent = 0;    // of writes
-  std::uint64_t slow_percent = 0;    // of pieces
-  Duration slow{};                   // how late a slow piece may be
+  std::uint64_t fail_percent = 0;       // of writes
+  std::uint64_t slow_percent = 0;       // of pieces
+  Duration slow{};                      // how late a slow piece may be
   std::uint64_t unsettled_percent = 0;  // of cancels
 };
 
@@ -34,11 +34,16 @@ class SimFabric {
 
   SimPlaneFaults faults;
   // Asked before each piece lands; false drops it (the link is cut).
-  std::function<bool(const std::string& from, const std::string& to)> linked = [](const auto&, const auto&) { return true; };
+  std::function<bool(const std::string& from, const std::string& to)> linked =
+      [](const auto&, const auto&) { return true; };
   // Until when the named host does not run.
-  std::function<Time(const std::string& host)> frozen_until = [](const auto&) { return Time::min(); };
+  std::function<Time(const std::string& host)> frozen_until = [](const auto&) {
+    return Time::min();
+  };
   // Told of every piece that lands.
-  std::function<void(const std::string& from_host, std::uint64_t from_life, std::uint64_t flow, const std::string& to_host, std::uint64_t address, std::uint64_t bytes)> on_land;
+  std::function<void(const std::string& from_host, std::uint64_t from_life, std::uint64_t flow,
+                     const std::string& to_host, std::uint64_t address, std::uint64_t bytes)>
+      on_land;
 
  private:
   friend class SimPlane;
@@ -95,7 +100,8 @@ class SimPlane final : public DataPlane {
   void leave_memory(Flight& flight);
   void complete(const std::shared_ptr<Flight>& flight, Status status, bool settled);
   void deliver(Completion completion);
-  static void complete_later(SimFabric& fabric, const std::shared_ptr<Flight>& flight, Status status, bool settled, Duration delay);
+  static void complete_later(SimFabric& fabric, const std::shared_ptr<Flight>& flight,
+                             Status status, bool settled, Duration delay);
 
   SimFabric& fabric_;
   std::string host_;

@@ -1,4 +1,5 @@
-// Virtual time. Events are ordered by (time, random, sequence): the order of equal times is explored, and replayable.
+// Virtual time. Events are ordered by (time, random, sequence): the order of equal times is
+// explored, and replayable.
 #pragma once
 
 #include <functional>
@@ -15,10 +16,15 @@ class EventQueue {
   explicit EventQueue(Random& random) : random_(random) {}
 
   [[nodiscard]] Time now() const { return now_; }
-  void at(Time time, std::function<void()> act) { events_.emplace(std::tuple(std::max(time, now_), random_.next64() & 0xFF, next_++), std::move(act)); }
+  void at(Time time, std::function<void()> act) {
+    events_.emplace(std::tuple(std::max(time, now_), random_.next64() & 0xFF, next_++),
+                    std::move(act));
+  }
   void after(Duration delay, std::function<void()> act) { at(now_ + delay, std::move(act)); }
   [[nodiscard]] bool empty() const { return events_.empty(); }
-  [[nodiscard]] Time next_time() const { return events_.empty() ? Time::max() : std::get<0>(events_.begin()->first); }
+  [[nodiscard]] Time next_time() const {
+    return events_.empty() ? Time::max() : std::get<0>(events_.begin()->first);
+  }
   // Runs one event. False: there is none.
   bool step() {
     if (events_.empty()) return false;

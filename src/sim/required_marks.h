@@ -1,4 +1,5 @@
-// Marks that any run of at least 500 seeds must have reached: proof that the rare branches are walked.
+// Marks that any run of at least 500 seeds must have reached: proof that the rare branches are
+// walked.
 #pragma once
 
 namespace kvferry::sim {

@@ -19,7 +19,9 @@ const Address kServer{"boot", 8998};
 std::string brief(const wire::Frames& frames) {
   if (wire::is_native(frames)) {
     const auto frame = wire::decode_native(frames);
-    return frame.ok() ? fmt::format("{} in {}", wire::name_of(frame->message), frame->session.to_string().substr(0, 6)) : "malformed native frame";
+    return frame.ok() ? fmt::format("{} in {}", wire::name_of(frame->message),
+                                    frame->session.to_string().substr(0, 6))
+                      : "malformed native frame";
   }
   std::string text;
   for (std::size_t i = 0; i < frames.size() && i < 3; ++i) text += frames[i] + " ";
@@ -28,12 +30,25 @@ std::string brief(const wire::Frames& frames) {
 
 }  // namespace
 
-struct World::Ports final : proto::ControlPort, proto::HttpPort, proto::MemoryPort, proto::RoomListener, proto::TracePort {
-  Ports(World& w, std::uint32_t n, std::uint64_t l) : world(w), node(n), life(l), entropy(w.random_.next64()) {}
-  void send(const Address& to, wire::Frames frames) override { world.deliver(node, to, std::move(frames)); }
-  void call(proto::CallId call, proto::HttpRequest request) override { world.http(node, call, std::move(request)); }
-  std::string load(std::uint64_t address, std::size_t bytes) override { return {reinterpret_cast<const char*>(address), bytes}; }
-  void store(std::uint64_t address, const std::string& bytes) override { std::memcpy(reinterpret_cast<void*>(address), bytes.data(), bytes.size()); }
+struct World::Ports final : proto::ControlPort,
+                            proto::HttpPort,
+                            proto::MemoryPort,
+                            proto::RoomListener,
+                            proto::TracePort {
+  Ports(World& w, std::uint32_t n, std::uint64_t l)
+      : world(w), node(n), life(l), entropy(w.random_.next64()) {}
+  void send(const Address& to, wire::Frames frames) override {
+    world.deliver(node, to, std::move(frames));
+  }
+  void call(proto::CallId call, proto::HttpRequest request) override {
+    world.http(node, call, std::move(request));
+  }
+  std::string load(std::uint64_t address, std::size_t bytes) override {
+    return {reinterpret_cast<const char*>(address), bytes};
+  }
+  void store(std::uint64_t address, const std::string& bytes) override {
+    std::memcpy(reinterpret_cast<void*>(address), bytes.data(), bytes.size());
+  }
   void on_room(proto::UseId use, const proto::RoomView& view) override { changed[use] = view; }
   void trace(proto::Severity severity, const std::string& line) override;
 
@@ -81,19 +96,25 @@ struct World::Room {
 };
 
 void World::Ports::trace(proto::Severity severity, const std::string& line) {
-  world.log(fmt::format("{} {}{}", world.nodes_[node]->host, severity == proto::Severity::kError ? "! " : "", line));
+  world.log(fmt::format("{} {}{}", world.nodes_[node]->host,
+                        severity == proto::Severity::kError ? "! " : "", line));
 }
 
-World::World(std::uint64_t seed, bool print) : seed_(seed), print_(print), random_(seed * 0x9E3779B97F4A7C15ULL + 17), queue_(random_), fabric_(queue_, random_) {
+World::World(std::uint64_t seed, bool print)
+    : seed_(seed),
+      print_(print),
+      random_(seed * 0x9E3779B97F4A7C15ULL + 17),
+      queue_(random_),
+      fabric_(queue_, random_) {
   report_.seed = seed;
   fabric_.linked = [this](const std::string& a, const std::string& b) { return linked(a, b); };
   fabric_.frozen_until = [this](const std::string& host) {
     const auto it = by_host_.find(host);
     return it == by_host_.end() ? Time{} : nodes_[it->second]->frozen_until;
   };
-  fabric_.on_land = [this](const std::string& from, std::uint64_t life, std::uint64_t flow, const std::string& to, std::uint64_t address, std::uint64_t bytes) {
-    on_land(from, life, flow, to, address, bytes);
-  };
+  fabric_.on_land = [this](const std::string& from, std::uint64_t life, std::uint64_t flow,
+                           const std::string& to, std::uint64_t address,
+                           std::uint64_t bytes) { on_land(from, life, flow, to, address, bytes); };
 }
 World::~World() {
   current_marks = nullptr;
@@ -102,7 +123,8 @@ World::~World() {
 
 void World::violation(std::string text) {
   log("VIOLATION " + text);
-  if (report_.violations.size() < 20) report_.violations.push_back(fmt::format("seed {}: {}", seed_, text));
+  if (report_.violations.size() < 20)
+    report_.violations.push_back(fmt::format("seed {}: {}", seed_, text));
 }
 
 void World::log(const std::string& line) {
@@ -112,17 +134,22 @@ void World::log(const std::string& line) {
   if (print_) std::printf("%12.6f %s\n", static_cast<double>(now) / 1e9, line.c_str());
 }
 
-std::uint8_t World::pattern(std::uint64_t room, Component component, std::uint32_t layer, std::uint32_t head, std::uint64_t token, std::uint32_t byte) const {
-  Random hash(room * 0x100000001B3ULL + token * 1315423911ULL + head * 2654435761ULL + layer * 97 + static_cast<std::uint64_t>(component) * 7919 + byte * 31);
+std::uint8_t World::pattern(std::uint64_t room, Component component, std::uint32_t layer,
+                            std::uint32_t head, std::uint64_t token, std::uint32_t byte) const {
+  Random hash(room * 0x100000001B3ULL + token * 1315423911ULL + head * 2654435761ULL + layer * 97 +
+              static_cast<std::uint64_t>(component) * 7919 + byte * 31);
   const auto value = static_cast<std::uint8_t>(hash.next64());
   return value == kPoison ? static_cast<std::uint8_t>(value + 1) : value;
 }
 
-// --- the draw -----------------------------------------------------------------------------------------------------
+// --- the draw
+// -----------------------------------------------------------------------------------------------------
 
 void World::draw() {
   native_ = !random_.chance(35);
-  const auto pick = [&](std::initializer_list<std::uint32_t> values) { return *(values.begin() + random_.below(values.size())); };
+  const auto pick = [&](std::initializer_list<std::uint32_t> values) {
+    return *(values.begin() + random_.below(values.size()));
+  };
   p_tp_ = pick({1, 1, 2, 2, 4});
   d_tp_ = pick({1, 1, 2, 2, 4});
   p_pp_ = pick({1, 1, 2});
@@ -173,15 +200,17 @@ void World::draw() {
   fabric_.faults.slow = ms(50, 1200);
   fabric_.faults.unsettled_percent = some(30) ? 30 : 0;
   if (!native_ && settings_.aux_over_control) {
-    // The reference's aux messages are not acknowledged: one that is lost is noticed by its engines alone, from the room number
-    // in the row. (docs/SIMULATION.md, "what is not simulated")
+    // The reference's aux messages are not acknowledged: one that is lost is noticed by its engines
+    // alone, from the room number in the row. (docs/SIMULATION.md, "what is not simulated")
     lose_percent_ = 0;
     partitions_ = false;
   }
   act_one_ = ms(3000, 5000);
   rooms_wanted_ = static_cast<std::uint32_t>(random_.between(24, 48));
-  log(fmt::format("draw codec={} prefill tp={} pp={} dp={} decode tp={} x{} heads={} mla={} pages={}x{}", native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_,
-                  d_instances_, geometry_.kv_heads, geometry_.attention.mla, pool_pages_, page_tokens_));
+  log(fmt::format(
+      "draw codec={} prefill tp={} pp={} dp={} decode tp={} x{} heads={} mla={} pages={}x{}",
+      native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_, d_instances_, geometry_.kv_heads,
+      geometry_.attention.mla, pool_pages_, page_tokens_));
 }
 
 void World::build() {
@@ -199,7 +228,14 @@ void World::build() {
         Node node;
         node.host = fmt::format("p{}{}{}", dp, tp, pp);
         node.prefill = true;
-        node.place = {.tp_rank = tp, .tp_size = p_tp_, .pp_rank = pp, .pp_size = p_pp_, .cp_rank = 0, .cp_size = 1, .dp_rank = dp, .dp_size = p_dp_};
+        node.place = {.tp_rank = tp,
+                      .tp_size = p_tp_,
+                      .pp_rank = pp,
+                      .pp_size = p_pp_,
+                      .cp_rank = 0,
+                      .cp_size = 1,
+                      .dp_rank = dp,
+                      .dp_size = p_dp_};
         add(std::move(node));
       }
     }
@@ -230,14 +266,16 @@ void World::start_node(Node& node) {
   node.plane = std::make_unique<SimPlane>(fabric_, node.host);
   node.ports = std::make_unique<Ports>(*this, node.number, node.life);
   node.free_pages.clear();
-  for (std::uint32_t i = 0; i < pool_pages_; ++i) node.free_pages.push_back(static_cast<PageIndex>(i));
+  for (std::uint32_t i = 0; i < pool_pages_; ++i)
+    node.free_pages.push_back(static_cast<PageIndex>(i));
   node.free_rows.clear();
   for (std::uint32_t i = 0; i < aux_rows_; ++i) node.free_rows.push_back(i);
   node.page_owner.clear();
   node.row_owner.clear();
   node.parts.clear();
   node.wake_at = Time::max();
-  const proto::Ports ports{*node.ports, *node.ports, *node.plane, *node.ports, *node.ports, *node.ports, node.ports->entropy};
+  const proto::Ports ports{*node.ports, *node.ports, *node.plane,        *node.ports,
+                           *node.ports, *node.ports, node.ports->entropy};
   node.plane->on_ready = [this, number = node.number, life = node.life] {
     queue_.after(Duration(1000), [this, number, life] {
       Node& n = *nodes_[number];
@@ -245,7 +283,8 @@ void World::start_node(Node& node) {
     });
   };
   if (node.prefill) {
-    const plan::LayerRange layers = plan::layers_of_stage(geometry_.layers, node.place.pp_size, node.place.pp_rank);
+    const plan::LayerRange layers =
+        plan::layers_of_stage(geometry_.layers, node.place.pp_size, node.place.pp_rank);
     proto::PrefillSelf self;
     self.place = node.place;
     self.control = node.control;
@@ -258,7 +297,8 @@ void World::start_node(Node& node) {
     self.stage_layers = layers.count;
     self.load_balance_method = load_balance_;
     self.native = native_;
-    node.prefill_manager = std::make_unique<proto::PrefillManager>(std::move(self), settings_, ports);
+    node.prefill_manager =
+        std::make_unique<proto::PrefillManager>(std::move(self), settings_, ports);
     node.prefill_manager->start(queue_.now());
   } else {
     proto::DecodeSelf self;
@@ -290,7 +330,8 @@ void World::crash(Node& node, Duration down) {
   });
 }
 
-// --- the network --------------------------------------------------------------------------------------------------
+// --- the network
+// --------------------------------------------------------------------------------------------------
 
 bool World::linked(const std::string& a, const std::string& b) const {
   const auto it = cut_.find(std::minmax(a, b));
@@ -307,9 +348,11 @@ void World::deliver(std::uint32_t from, const Address& to, wire::Frames frames) 
     return;
   }
   Time& last = last_arrival_[{from, to}];
-  const Duration delay = random_.chance(5) ? ms(1, 60) : Duration(std::chrono::microseconds(30 + random_.below(800)));
+  const Duration delay =
+      random_.chance(5) ? ms(1, 60) : Duration(std::chrono::microseconds(30 + random_.below(800)));
   last = std::max(last + Duration(1), queue_.now() + delay);
-  queue_.at(last, [this, number = receiver.number, life = receiver.life, frames = std::move(frames)] { arrive(number, life, frames); });
+  queue_.at(last, [this, number = receiver.number, life = receiver.life,
+                   frames = std::move(frames)] { arrive(number, life, frames); });
 }
 
 void World::arrive(std::uint32_t number, std::uint64_t life, const wire::Frames& frames) {
@@ -341,37 +384,45 @@ void World::http(std::uint32_t from, proto::CallId call, proto::HttpRequest requ
     KVF_REACHED("a call to the bootstrap server ran out of time");
     return answer(from, life, call, {0, "timed out"}, timeout);
   }
-  queue_.after(std::chrono::microseconds(50 + random_.below(3000)), [this, from, life, call, request = std::move(request)] {
-    if (directory_down_until_ > queue_.now()) return answer(from, life, call, {0, "connection reset"}, Duration(1000));
-    const auto result = directory_->handle(request.method, request.path, request.body, queue_.now());
-    proto::HttpResponse response;
-    if (const auto* ready = std::get_if<proto::DirectoryResponse>(&result)) {
-      response = {ready->status, ready->body};
-    } else {
-      const auto& probe = std::get<proto::DirectoryProbe>(result);
-      std::vector<Address> alive;
-      for (const Address& address : probe.addresses) {
-        if (nodes_[by_address_.at(address)]->alive) alive.push_back(address);
-      }
-      const auto finished = directory_->finish(probe.ticket, alive, queue_.now());
-      response = {finished.status, finished.body};
-    }
-    answer(from, life, call, std::move(response), std::chrono::microseconds(50 + random_.below(2000)));
-  });
+  queue_.after(std::chrono::microseconds(50 + random_.below(3000)),
+               [this, from, life, call, request = std::move(request)] {
+                 if (directory_down_until_ > queue_.now())
+                   return answer(from, life, call, {0, "connection reset"}, Duration(1000));
+                 const auto result =
+                     directory_->handle(request.method, request.path, request.body, queue_.now());
+                 proto::HttpResponse response;
+                 if (const auto* ready = std::get_if<proto::DirectoryResponse>(&result)) {
+                   response = {ready->status, ready->body};
+                 } else {
+                   const auto& probe = std::get<proto::DirectoryProbe>(result);
+                   std::vector<Address> alive;
+                   for (const Address& address : probe.addresses) {
+                     if (nodes_[by_address_.at(address)]->alive) alive.push_back(address);
+                   }
+                   const auto finished = directory_->finish(probe.ticket, alive, queue_.now());
+                   response = {finished.status, finished.body};
+                 }
+                 answer(from, life, call, std::move(response),
+                        std::chrono::microseconds(50 + random_.below(2000)));
+               });
 }
 
-void World::answer(std::uint32_t number, std::uint64_t life, proto::CallId call, proto::HttpResponse response, Duration delay) {
+void World::answer(std::uint32_t number, std::uint64_t life, proto::CallId call,
+                   proto::HttpResponse response, Duration delay) {
   queue_.after(delay, [this, number, life, call, response = std::move(response)] {
     Node& node = *nodes_[number];
     if (!node.alive || node.life != life) return;
-    if (node.frozen_until > queue_.now()) return answer(number, life, call, response, node.frozen_until - queue_.now() + Duration(1000));
+    if (node.frozen_until > queue_.now())
+      return answer(number, life, call, response,
+                    node.frozen_until - queue_.now() + Duration(1000));
     if (node.prefill) node.prefill_manager->on_http(call, response, queue_.now());
     if (!node.prefill) node.decode_manager->on_http(call, response, queue_.now());
     after_input(node);
   });
 }
 
-// --- nodes --------------------------------------------------------------------------------------------------------
+// --- nodes
+// --------------------------------------------------------------------------------------------------------
 
 void World::after_input(Node& node) {
   if (!node.alive || node.frozen_until > queue_.now()) return;
@@ -385,7 +436,8 @@ void World::after_input(Node& node) {
     const auto changed = std::exchange(node.ports->changed, {});
     for (const auto& [use, view] : changed) on_room(node.number, node.life, use, view);
   }
-  const Time due = node.prefill ? node.prefill_manager->next_deadline() : node.decode_manager->next_deadline();
+  const Time due =
+      node.prefill ? node.prefill_manager->next_deadline() : node.decode_manager->next_deadline();
   if (due < node.wake_at) {
     node.wake_at = due;
     queue_.at(due, [this, number = node.number, life = node.life, due] {
@@ -410,14 +462,17 @@ void World::wake(Node& node) {
   after_input(node);
 }
 
-// --- the applications ---------------------------------------------------------------------------------------------
+// --- the applications
+// ---------------------------------------------------------------------------------------------
 
 // Runs `act` on the node's present life, when it is not frozen.
-void World::on_node(std::uint32_t number, std::uint64_t life, Duration delay, std::function<void(Node&)> act) {
+void World::on_node(std::uint32_t number, std::uint64_t life, Duration delay,
+                    std::function<void(Node&)> act) {
   queue_.after(delay, [this, number, life, act = std::move(act)] {
     Node& node = *nodes_[number];
     if (!node.alive || node.life != life) return;
-    if (node.frozen_until > queue_.now()) return on_node(number, life, node.frozen_until - queue_.now() + Duration(3000000), act);
+    if (node.frozen_until > queue_.now())
+      return on_node(number, life, node.frozen_until - queue_.now() + Duration(3000000), act);
     act(node);
   });
 }
@@ -428,37 +483,46 @@ void World::open_room(bool fresh, std::uint32_t pair) {
   // Numbers come back: a router may use one again when its room is over.
   const auto in_use = [&](RoomId number) {
     return std::any_of(nodes_.begin(), nodes_.end(), [&](const auto& node) {
-      return std::any_of(node->parts.begin(), node->parts.end(), [&](const auto& part) { return !part.second.ended && node->alive && rooms_.at(part.second.room)->number == number; });
+      return std::any_of(node->parts.begin(), node->parts.end(), [&](const auto& part) {
+        return !part.second.ended && node->alive && rooms_.at(part.second.room)->number == number;
+      });
     });
   };
   room->number = RoomId{random_.between(1, 40)};
   room->instance = static_cast<std::uint32_t>(random_.below(d_instances_));
-  room->dp = load_balance_ == "follow_bootstrap_room" ? static_cast<std::uint32_t>(value_of(room->number) % p_dp_) : static_cast<std::uint32_t>(random_.below(p_dp_));
+  room->dp = load_balance_ == "follow_bootstrap_room"
+                 ? static_cast<std::uint32_t>(value_of(room->number) % p_dp_)
+                 : static_cast<std::uint32_t>(random_.below(p_dp_));
   if (fresh) {
     // Every decode instance with every prefill group, in turn.
     room->instance = pair % d_instances_;
     room->dp = pair / d_instances_ % p_dp_;
     room->number = RoomId{(1000 + room->sequence) * p_dp_ + room->dp};
   }
-  if (in_use(room->number) || opening_.contains(room->number)) room->number = RoomId{(500 + room->sequence) * p_dp_ + room->dp};
-  // Fresh rooms fit into the pools together: two sides that wait for each other's pages would be the applications' deadlock.
-  room->pages = static_cast<std::uint32_t>(random_.between(random_.chance(10) ? 0 : 1, pool_pages_ / (fresh ? 4 : 3)));
+  if (in_use(room->number) || opening_.contains(room->number))
+    room->number = RoomId{(500 + room->sequence) * p_dp_ + room->dp};
+  // Fresh rooms fit into the pools together: two sides that wait for each other's pages would be
+  // the applications' deadlock.
+  room->pages = static_cast<std::uint32_t>(
+      random_.between(random_.chance(10) ? 0 : 1, pool_pages_ / (fresh ? 4 : 3)));
   room->prefix_pages = random_.chance(20) ? static_cast<std::uint32_t>(random_.below(3)) : 0;
   room->fresh = fresh;
   const std::uint64_t sequence = room->sequence;
   for (const auto& node : nodes_) {
-    const bool mine = node->prefill ? node->place.dp_rank == room->dp : node->instance == room->instance;
+    const bool mine =
+        node->prefill ? node->place.dp_rank == room->dp : node->instance == room->instance;
     if (!mine) continue;
     if (!node->prefill) ++room->decode_parts;
     ++opening_[room->number];
-    on_node(node->number, node->life, ms(0, random_.chance(10) ? 300 : 20), [this, sequence, number = room->number](Node& n) {
-      if (--opening_[number] == 0) opening_.erase(number);
-      if (n.prefill) {
-        prefill_side(sequence, n.number);
-      } else {
-        decode_side(sequence, n.number);
-      }
-    });
+    on_node(node->number, node->life, ms(0, random_.chance(10) ? 300 : 20),
+            [this, sequence, number = room->number](Node& n) {
+              if (--opening_[number] == 0) opening_.erase(number);
+              if (n.prefill) {
+                prefill_side(sequence, n.number);
+              } else {
+                decode_side(sequence, n.number);
+              }
+            });
   }
   ++report_.rooms;
   rooms_[sequence] = std::move(room);
@@ -468,7 +532,8 @@ void World::decode_side(std::uint64_t sequence, std::uint32_t number) {
   Node& node = *nodes_[number];
   const Room& room = *rooms_.at(sequence);
   const auto use = node.decode_manager->open(room.number, kServer, queue_.now());
-  if (!use.ok()) return log(fmt::format("{} open {} refused: {}", node.host, sequence, use.status().message()));
+  if (!use.ok())
+    return log(fmt::format("{} open {} refused: {}", node.host, sequence, use.status().message()));
   log(fmt::format("{} opens room {} (number {})", node.host, sequence, value_of(room.number)));
   Part& part = node.parts[*use];
   part.room = sequence;
@@ -486,12 +551,17 @@ void World::decode_side(std::uint64_t sequence, std::uint32_t number) {
     });
   }
   // No room outlives its deadlines by more than a moment.
-  queue_.after(settings_.bootstrap_timeout + settings_.waiting_timeout + std::chrono::seconds(1), [this, number, life, use = *use, sequence] {
-    Node& n = *nodes_[number];
-    if (!n.alive || n.life != life || n.frozen_until > queue_.now() - settings_.waiting_timeout) return;
-    const auto it = n.parts.find(use);
-    if (it != n.parts.end() && !it->second.ended) violation(fmt::format("{}: room {} outlived its deadlines in state {}", n.host, sequence, to_string(it->second.state)));
-  });
+  queue_.after(
+      settings_.bootstrap_timeout + settings_.waiting_timeout + std::chrono::seconds(1),
+      [this, number, life, use = *use, sequence] {
+        Node& n = *nodes_[number];
+        if (!n.alive || n.life != life || n.frozen_until > queue_.now() - settings_.waiting_timeout)
+          return;
+        const auto it = n.parts.find(use);
+        if (it != n.parts.end() && !it->second.ended)
+          violation(fmt::format("{}: room {} outlived its deadlines in state {}", n.host, sequence,
+                                to_string(it->second.state)));
+      });
   after_input(node);
 }
 
@@ -503,10 +573,13 @@ void World::lend_pages(std::uint64_t sequence, std::uint32_t number, proto::UseI
   Part& part = it->second;
   if (node.free_pages.size() < room.pages || node.free_rows.empty()) {
     if (tries > 200) return;
-    on_node(number, node.life, ms(5, 40), [this, sequence, use, tries](Node& n) { lend_pages(sequence, n.number, use, tries + 1); });
+    on_node(number, node.life, ms(5, 40), [this, sequence, use, tries](Node& n) {
+      lend_pages(sequence, n.number, use, tries + 1);
+    });
     return;
   }
-  for (std::uint32_t i = 0; i < room.pages; ++i) {  // last in, first out: what came home is used again at once
+  for (std::uint32_t i = 0; i < room.pages;
+       ++i) {  // last in, first out: what came home is used again at once
     part.pages.push_back(node.free_pages.back());
     node.free_pages.pop_back();
     node.page_owner[part.pages.back()] = sequence;
@@ -516,14 +589,19 @@ void World::lend_pages(std::uint64_t sequence, std::uint32_t number, proto::UseI
   node.row_owner[part.aux_row] = sequence;
   part.holds = true;
   for (const Slab& slab : node.layout.slabs) {
-    const auto poison = [&](std::uint64_t item) { std::memset(reinterpret_cast<void*>(slab.base + item * slab.item_stride), kPoison, slab.item_bytes); };
+    const auto poison = [&](std::uint64_t item) {
+      std::memset(reinterpret_cast<void*>(slab.base + item * slab.item_stride), kPoison,
+                  slab.item_bytes);
+    };
     if (slab.component == Component::kAux) {
       poison(part.aux_row);
     } else {
       for (const PageIndex page : part.pages) poison(static_cast<std::uint64_t>(page));
     }
   }
-  const Status sent = node.decode_manager->send_metadata(use, {part.pages, part.aux_row, std::uint64_t{room.prefix_pages} * page_tokens_}, queue_.now());
+  const Status sent = node.decode_manager->send_metadata(
+      use, {part.pages, part.aux_row, std::uint64_t{room.prefix_pages} * page_tokens_},
+      queue_.now());
   if (!sent.ok()) release(node, part);
   after_input(node);
 }
@@ -532,16 +610,19 @@ void World::prefill_side(std::uint64_t sequence, std::uint32_t number) {
   Node& node = *nodes_[number];
   const Room& room = *rooms_.at(sequence);
   const auto use = node.prefill_manager->open(room.number, {}, queue_.now());
-  if (!use.ok()) return log(fmt::format("{} open {} refused: {}", node.host, sequence, use.status().message()));
+  if (!use.ok())
+    return log(fmt::format("{} open {} refused: {}", node.host, sequence, use.status().message()));
   log(fmt::format("{} opens room {} (number {})", node.host, sequence, value_of(room.number)));
   Part& part = node.parts[*use];
   part.room = sequence;
   part.node = number;
   const std::uint64_t life = node.life;
-  on_node(number, life, ms(0, 30), [this, sequence, use = *use](Node& n) { send_next(sequence, n.number, use); });
+  on_node(number, life, ms(0, 30),
+          [this, sequence, use = *use](Node& n) { send_next(sequence, n.number, use); });
   if (!room.fresh && random_.chance(abort_percent_)) {
     on_node(number, life, ms(0, 200), [this, use = *use](Node& n) {
-      n.prefill_manager->abort(use, Status(Code::kAborted, "the engine ran out of memory"), queue_.now());
+      n.prefill_manager->abort(use, Status(Code::kAborted, "the engine ran out of memory"),
+                               queue_.now());
       after_input(n);
     });
   }
@@ -555,7 +636,8 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
   if (it == node.parts.end() || it->second.ended) return;
   Part& part = it->second;
   const auto later = [&](Duration delay) {
-    on_node(number, node.life, delay, [this, sequence, use](Node& n) { send_next(sequence, n.number, use); });
+    on_node(number, node.life, delay,
+            [this, sequence, use](Node& n) { send_next(sequence, n.number, use); });
   };
   if (!part.holds) {
     if (node.free_pages.size() < room.pages || node.free_rows.empty()) return later(ms(5, 40));
@@ -570,7 +652,9 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
   }
   const std::uint64_t left = room.pages - part.sent;
   const std::uint64_t count = random_.chance(50) ? left : random_.between(left == 0 ? 0 : 1, left);
-  const std::vector<PageIndex> pages(part.pages.begin() + static_cast<std::ptrdiff_t>(part.sent), part.pages.begin() + static_cast<std::ptrdiff_t>(part.sent + count));
+  const std::vector<PageIndex> pages(
+      part.pages.begin() + static_cast<std::ptrdiff_t>(part.sent),
+      part.pages.begin() + static_cast<std::ptrdiff_t>(part.sent + count));
   const std::uint64_t begin = part.sent;
   part.sent += count;
   const bool last = part.sent == room.pages;
@@ -597,14 +681,19 @@ void World::fill_source(Node& node, const Part& part, std::uint64_t begin, std::
   for (const Slab& slab : node.layout.slabs) {
     if (slab.component == Component::kAux) {
       auto* row = reinterpret_cast<std::uint8_t*>(slab.base + part.aux_row * slab.item_stride);
-      for (std::uint32_t b = 0; b < slab.item_bytes; ++b) row[b] = pattern(part.room, slab.component, slab.layer, 0, 0, b);
+      for (std::uint32_t b = 0; b < slab.item_bytes; ++b)
+        row[b] = pattern(part.room, slab.component, slab.layer, 0, 0, b);
       continue;
     }
     for (std::uint64_t i = begin; i < begin + count; ++i) {
       for (std::uint32_t t = 0; t < slab.rows_per_item; ++t) {
         for (std::uint32_t h = 0; h < slab.head_count; ++h) {
-          auto* at = reinterpret_cast<std::uint8_t*>(slab.base + static_cast<std::uint64_t>(part.pages[i]) * slab.item_stride + t * slab.row_stride + h * slab.head_stride);
-          for (std::uint32_t b = 0; b < slab.head_bytes; ++b) at[b] = pattern(part.room, slab.component, slab.layer, slab.head_begin + h, i * page_tokens_ + t, b);
+          auto* at = reinterpret_cast<std::uint8_t*>(
+              slab.base + static_cast<std::uint64_t>(part.pages[i]) * slab.item_stride +
+              t * slab.row_stride + h * slab.head_stride);
+          for (std::uint32_t b = 0; b < slab.head_bytes; ++b)
+            at[b] = pattern(part.room, slab.component, slab.layer, slab.head_begin + h,
+                            i * page_tokens_ + t, b);
         }
       }
     }
@@ -615,23 +704,33 @@ void World::verify_target(Node& node, const Part& part) {
   std::uint64_t wrong = 0, bytes = 0;
   for (const Slab& slab : node.layout.slabs) {
     if (slab.component == Component::kAux) {
-      const auto* row = reinterpret_cast<const std::uint8_t*>(slab.base + part.aux_row * slab.item_stride);
-      for (std::uint32_t b = 0; b < slab.item_bytes; ++b) wrong += row[b] != pattern(part.room, slab.component, slab.layer, 0, 0, b) ? 1 : 0;
+      const auto* row =
+          reinterpret_cast<const std::uint8_t*>(slab.base + part.aux_row * slab.item_stride);
+      for (std::uint32_t b = 0; b < slab.item_bytes; ++b)
+        wrong += row[b] != pattern(part.room, slab.component, slab.layer, 0, 0, b) ? 1 : 0;
       bytes += slab.item_bytes;
       continue;
     }
     for (std::size_t i = 0; i < part.pages.size(); ++i) {
       for (std::uint32_t t = 0; t < slab.rows_per_item; ++t) {
         for (std::uint32_t h = 0; h < slab.head_count; ++h) {
-          const auto* at = reinterpret_cast<const std::uint8_t*>(slab.base + static_cast<std::uint64_t>(part.pages[i]) * slab.item_stride + t * slab.row_stride + h * slab.head_stride);
-          for (std::uint32_t b = 0; b < slab.head_bytes; ++b) wrong += at[b] != pattern(part.room, slab.component, slab.layer, slab.head_begin + h, i * page_tokens_ + t, b) ? 1 : 0;
+          const auto* at = reinterpret_cast<const std::uint8_t*>(
+              slab.base + static_cast<std::uint64_t>(part.pages[i]) * slab.item_stride +
+              t * slab.row_stride + h * slab.head_stride);
+          for (std::uint32_t b = 0; b < slab.head_bytes; ++b)
+            wrong += at[b] != pattern(part.room, slab.component, slab.layer, slab.head_begin + h,
+                                      i * page_tokens_ + t, b)
+                         ? 1
+                         : 0;
           bytes += slab.head_bytes;
         }
       }
     }
   }
   report_.bytes += bytes;
-  if (wrong > 0) violation(fmt::format("{}: room {} says Success with {} of {} bytes wrong", node.host, part.room, wrong, bytes));
+  if (wrong > 0)
+    violation(fmt::format("{}: room {} says Success with {} of {} bytes wrong", node.host,
+                          part.room, wrong, bytes));
 }
 
 void World::release(Node& node, Part& part) {
@@ -647,26 +746,35 @@ void World::release(Node& node, Part& part) {
   if (!node.prefill) return;
   for (const Slab& slab : node.layout.slabs) {
     if (slab.component == Component::kAux) {
-      std::memset(reinterpret_cast<void*>(slab.base + part.aux_row * slab.item_stride), 0xDD, slab.item_bytes);
+      std::memset(reinterpret_cast<void*>(slab.base + part.aux_row * slab.item_stride), 0xDD,
+                  slab.item_bytes);
     } else {
-      for (const PageIndex page : part.pages) std::memset(reinterpret_cast<void*>(slab.base + static_cast<std::uint64_t>(page) * slab.item_stride), 0xDD, slab.item_bytes);
+      for (const PageIndex page : part.pages)
+        std::memset(reinterpret_cast<void*>(slab.base +
+                                            static_cast<std::uint64_t>(page) * slab.item_stride),
+                    0xDD, slab.item_bytes);
     }
   }
 }
 
-void World::on_room(std::uint32_t number, std::uint64_t life, proto::UseId use, const proto::RoomView& view) {
+void World::on_room(std::uint32_t number, std::uint64_t life, proto::UseId use,
+                    const proto::RoomView& view) {
   Node& node = *nodes_[number];
   const auto it = node.parts.find(use);
   if (it == node.parts.end() || node.life != life) return;
   Part& part = it->second;
-  if (part.ended && view.state != part.state) violation(fmt::format("{}: room {} went from {} to {}", node.host, part.room, to_string(part.state), to_string(view.state)));
+  if (part.ended && view.state != part.state)
+    violation(fmt::format("{}: room {} went from {} to {}", node.host, part.room,
+                          to_string(part.state), to_string(view.state)));
   if (!is_terminal(view.state) && static_cast<int>(view.state) < static_cast<int>(part.state)) {
-    violation(fmt::format("{}: room {} moved back from {} to {}", node.host, part.room, to_string(part.state), to_string(view.state)));
+    violation(fmt::format("{}: room {} moved back from {} to {}", node.host, part.room,
+                          to_string(part.state), to_string(view.state)));
   }
   part.state = view.state;
   if (is_terminal(view.state) && !part.ended) {
     part.ended = true;
-    log(fmt::format("{} room {} {} {}", node.host, part.room, to_string(view.state), view.failure.status.message()));
+    log(fmt::format("{} room {} {} {}", node.host, part.room, to_string(view.state),
+                    view.failure.status.message()));
     if (!node.prefill && view.state == RoomState::kSuccess) {
       verify_target(node, part);
       Room& room = *rooms_.at(part.room);
@@ -684,10 +792,12 @@ void World::on_room(std::uint32_t number, std::uint64_t life, proto::UseId use, 
   if (part.ended && view.pages_reusable) release(node, part);
 }
 
-void World::on_land(const std::string& from_host, std::uint64_t from_life, std::uint64_t flow, const std::string& to_host, std::uint64_t address, std::uint64_t bytes) {
+void World::on_land(const std::string& from_host, std::uint64_t from_life, std::uint64_t flow,
+                    const std::string& to_host, std::uint64_t address, std::uint64_t bytes) {
   Node& from = *nodes_[by_host_.at(from_host)];
   Node& to = *nodes_[by_host_.at(to_host)];
-  // The planes count lives of their own; a writer that is gone has left its name in its rooms only while its node lives.
+  // The planes count lives of their own; a writer that is gone has left its name in its rooms only
+  // while its node lives.
   std::optional<std::uint64_t> room;
   if (from.alive && from.plane != nullptr && from.plane->life() == from_life) {
     const auto part = from.parts.find(proto::UseId{flow});
@@ -696,7 +806,9 @@ void World::on_land(const std::string& from_host, std::uint64_t from_life, std::
   for (const Slab& slab : to.layout.slabs) {
     if (address < slab.base || address >= slab.base + slab.item_stride * slab.item_count) continue;
     const std::uint64_t item = (address - slab.base) / slab.item_stride;
-    if ((address + bytes - 1 - slab.base) / slab.item_stride != item && slab.component == Component::kAux) violation("a piece crosses aux rows");
+    if ((address + bytes - 1 - slab.base) / slab.item_stride != item &&
+        slab.component == Component::kAux)
+      violation("a piece crosses aux rows");
     for (std::uint64_t i = item; i <= (address + bytes - 1 - slab.base) / slab.item_stride; ++i) {
       std::optional<std::uint64_t> owner;
       if (slab.component == Component::kAux) {
@@ -706,22 +818,32 @@ void World::on_land(const std::string& from_host, std::uint64_t from_life, std::
         const auto it = to.page_owner.find(static_cast<PageIndex>(i));
         if (it != to.page_owner.end()) owner = it->second;
       }
-      if (!owner) return violation(fmt::format("{}: a byte of {} landed in item {} that nobody owns", to.host, from_host, i));
-      if (room && *room != *owner) return violation(fmt::format("{}: a byte of room {} landed in item {} of room {}", to.host, *room, i, *owner));
+      if (!owner)
+        return violation(fmt::format("{}: a byte of {} landed in item {} that nobody owns", to.host,
+                                     from_host, i));
+      if (room && *room != *owner)
+        return violation(fmt::format("{}: a byte of room {} landed in item {} of room {}", to.host,
+                                     *room, i, *owner));
     }
     return;
   }
   violation(fmt::format("{}: a byte landed outside every pool", to.host));
 }
 
-// --- the two acts -------------------------------------------------------------------------------------------------
+// --- the two acts
+// -------------------------------------------------------------------------------------------------
 
 void World::schedule_faults() {
-  const auto at = [&](Duration limit) { return Duration(static_cast<std::int64_t>(random_.below(static_cast<std::uint64_t>(limit.count())))); };
+  const auto at = [&](Duration limit) {
+    return Duration(
+        static_cast<std::int64_t>(random_.below(static_cast<std::uint64_t>(limit.count()))));
+  };
   if (crashes_) {
     for (std::uint64_t i = random_.between(1, 4); i > 0; --i) {
       queue_.after(at(act_one_), [this] {
-        if (!healed_) crash(*nodes_[random_.below(nodes_.size())], random_.chance(50) ? ms(1, 30) : ms(30, 1500));
+        if (!healed_)
+          crash(*nodes_[random_.below(nodes_.size())],
+                random_.chance(50) ? ms(1, 30) : ms(30, 1500));
       });
     }
   }
@@ -729,7 +851,8 @@ void World::schedule_faults() {
     for (std::uint64_t i = random_.between(1, 4); i > 0; --i) {
       queue_.after(at(act_one_), [this] {
         if (healed_) return;
-        const std::string a = nodes_[random_.below(nodes_.size())]->host, b = nodes_[random_.below(nodes_.size())]->host;
+        const std::string a = nodes_[random_.below(nodes_.size())]->host,
+                          b = nodes_[random_.below(nodes_.size())]->host;
         if (a == b) return;
         cut_[std::minmax(a, b)] = queue_.now() + ms(50, 1200);
         log(fmt::format("link {} - {} is cut", a, b));
@@ -743,10 +866,11 @@ void World::schedule_faults() {
         if (healed_ || !node.alive) return;
         node.frozen_until = queue_.now() + ms(50, 1500);
         log(fmt::format("{} freezes", node.host));
-        queue_.at(node.frozen_until + Duration(2000000), [this, number = node.number, life = node.life] {
-          Node& n = *nodes_[number];
-          if (n.alive && n.life == life && n.frozen_until <= queue_.now()) thaw(n);
-        });
+        queue_.at(node.frozen_until + Duration(2000000),
+                  [this, number = node.number, life = node.life] {
+                    Node& n = *nodes_[number];
+                    if (n.alive && n.life == life && n.frozen_until <= queue_.now()) thaw(n);
+                  });
       });
     }
   }
@@ -756,7 +880,8 @@ void World::schedule_faults() {
         if (healed_) return;
         directory_down_until_ = queue_.now() + ms(20, 1500);
         log("bootstrap server down");
-        if (random_.chance(60)) directory_ = std::make_unique<proto::Directory>(settings_, random_);  // and it forgets
+        if (random_.chance(60))
+          directory_ = std::make_unique<proto::Directory>(settings_, random_);  // and it forgets
       });
     }
   }
@@ -778,14 +903,24 @@ void World::check_end() {
       continue;
     }
     for (const auto& [use, part] : node->parts) {
-      if (!part.ended) violation(fmt::format("{}: room {} never ended, state {}", node->host, part.room, to_string(part.state)));
-      if (part.holds) violation(fmt::format("{}: the pages of room {} never came home", node->host, part.room));
+      if (!part.ended)
+        violation(fmt::format("{}: room {} never ended, state {}", node->host, part.room,
+                              to_string(part.state)));
+      if (part.holds)
+        violation(fmt::format("{}: the pages of room {} never came home", node->host, part.room));
     }
-    if (node->free_pages.size() != pool_pages_) violation(fmt::format("{}: {} of {} pages are free", node->host, node->free_pages.size(), pool_pages_));
-    const std::size_t open = node->prefill ? node->prefill_manager->open_rooms() : node->decode_manager->open_rooms();
+    if (node->free_pages.size() != pool_pages_)
+      violation(fmt::format("{}: {} of {} pages are free", node->host, node->free_pages.size(),
+                            pool_pages_));
+    const std::size_t open =
+        node->prefill ? node->prefill_manager->open_rooms() : node->decode_manager->open_rooms();
     if (open != 0) violation(fmt::format("{}: {} rooms are left in the table", node->host, open));
-    if (!node->prefill && node->decode_manager->open_leases() != 0) violation(fmt::format("{}: {} leases are left", node->host, node->decode_manager->open_leases()));
-    if (node->plane->grants() != 0) violation(fmt::format("{}: {} grants are left in the plane", node->host, node->plane->grants()));
+    if (!node->prefill && node->decode_manager->open_leases() != 0)
+      violation(
+          fmt::format("{}: {} leases are left", node->host, node->decode_manager->open_leases()));
+    if (node->plane->grants() != 0)
+      violation(
+          fmt::format("{}: {} grants are left in the plane", node->host, node->plane->grants()));
   }
 }
 
@@ -795,7 +930,9 @@ Report World::run() {
   build();
   schedule_faults();
   for (std::uint32_t i = 0; i < rooms_wanted_; ++i) {
-    queue_.after(Duration(static_cast<std::int64_t>(random_.below(static_cast<std::uint64_t>(act_one_.count())))), [this] { open_room(false, 0); });
+    queue_.after(Duration(static_cast<std::int64_t>(
+                     random_.below(static_cast<std::uint64_t>(act_one_.count())))),
+                 [this] { open_room(false, 0); });
   }
   const auto run_until = [&](Time end) {
     while (queue_.next_time() <= end) {
@@ -811,7 +948,8 @@ Report World::run() {
   bool go = run_until(Time{} + act_one_ + ms(100, 200));
   heal();
   // Everything has deadlines: after the longest of them nothing is left.
-  const Duration settle = settings_.bootstrap_timeout + settings_.waiting_timeout + settings_.hold_time + std::chrono::seconds(4);
+  const Duration settle = settings_.bootstrap_timeout + settings_.waiting_timeout +
+                          settings_.hold_time + std::chrono::seconds(4);
   go = go && run_until(queue_.now() + settle);
   if (go) check_end();
   // A first round lets foreign peers find out that ranks are new; rooms after it must succeed.
@@ -824,7 +962,10 @@ Report World::run() {
     if (!go || round == 0) continue;
     for (std::uint64_t sequence = first; sequence < next_room_; ++sequence) {
       const Room& room = *rooms_.at(sequence);
-      if (room.decode_succeeded != room.decode_parts) violation(fmt::format("fresh room {} did not succeed after the heal ({} of {} decode ranks)", sequence, room.decode_succeeded, room.decode_parts));
+      if (room.decode_succeeded != room.decode_parts)
+        violation(
+            fmt::format("fresh room {} did not succeed after the heal ({} of {} decode ranks)",
+                        sequence, room.decode_succeeded, room.decode_parts));
     }
     check_end();
   }

@@ -1,12 +1,14 @@
-// One seed: a whole cluster in virtual time, on one thread. Nodes with real byte memory run the real managers; network, data
-// plane, bootstrap server and applications are simulated and faulty. Two acts: faults, then heal.
+// One seed: a whole cluster in virtual time, on one thread. Nodes with real byte memory run the
+// real managers; network, data plane, bootstrap server and applications are simulated and faulty.
+// Two acts: faults, then heal.
 //
 //            ┌────────── bootstrap (Directory) ──────────┐   HTTP: late, lost, down, forgetful
 //   prefill tp0..tpP-1 × pp        control: late, lost, cut       decode instances × tp0..tpD-1
 //            └───────── SimFabric: piece by piece ───────┘
 //
-// Checkers know nothing of the core: every landing byte belongs to the room that owns its page at that moment; success means
-// that every byte is right; states never move back; everything ends; every page comes home.
+// Checkers know nothing of the core: every landing byte belongs to the room that owns its page at
+// that moment; success means that every byte is right; states never move back; everything ends;
+// every page comes home.
 #pragma once
 
 #include <array>
@@ -65,7 +67,8 @@ class World {
   void crash(Node& node, Duration down);
   void schedule_faults();
   void heal();
-  void on_node(std::uint32_t node, std::uint64_t life, Duration delay, std::function<void(Node&)> act);
+  void on_node(std::uint32_t node, std::uint64_t life, Duration delay,
+               std::function<void(Node&)> act);
   void open_room(bool fresh, std::uint32_t pair);
   void decode_side(std::uint64_t room, std::uint32_t node);
   void prefill_side(std::uint64_t room, std::uint32_t node);
@@ -73,22 +76,28 @@ class World {
   void send_next(std::uint64_t room, std::uint32_t node, proto::UseId use);
   void after_input(Node& node);
   void wake(Node& node);
-  void on_room(std::uint32_t node, std::uint64_t life, proto::UseId use, const proto::RoomView& view);
+  void on_room(std::uint32_t node, std::uint64_t life, proto::UseId use,
+               const proto::RoomView& view);
   void release(Node& node, Part& part);
   void deliver(std::uint32_t from, const Address& to, wire::Frames frames);
   void arrive(std::uint32_t node, std::uint64_t life, const wire::Frames& frames);
   void thaw(Node& node);
   void http(std::uint32_t from, proto::CallId call, proto::HttpRequest request);
-  void answer(std::uint32_t node, std::uint64_t life, proto::CallId call, proto::HttpResponse response, Duration delay);
-  void on_land(const std::string& from_host, std::uint64_t from_life, std::uint64_t flow, const std::string& to_host, std::uint64_t address, std::uint64_t bytes);
+  void answer(std::uint32_t node, std::uint64_t life, proto::CallId call,
+              proto::HttpResponse response, Duration delay);
+  void on_land(const std::string& from_host, std::uint64_t from_life, std::uint64_t flow,
+               const std::string& to_host, std::uint64_t address, std::uint64_t bytes);
   void fill_source(Node& node, const Part& part, std::uint64_t begin, std::uint64_t count);
   void verify_target(Node& node, const Part& part);
   void check_end();
   [[nodiscard]] bool linked(const std::string& a, const std::string& b) const;
   void violation(std::string text);
   void log(const std::string& line);
-  std::uint8_t pattern(std::uint64_t room, Component component, std::uint32_t layer, std::uint32_t head, std::uint64_t token, std::uint32_t byte) const;
-  Duration ms(std::uint64_t low, std::uint64_t high) { return std::chrono::microseconds(random_.between(low * 1000, high * 1000)); }
+  std::uint8_t pattern(std::uint64_t room, Component component, std::uint32_t layer,
+                       std::uint32_t head, std::uint64_t token, std::uint32_t byte) const;
+  Duration ms(std::uint64_t low, std::uint64_t high) {
+    return std::chrono::microseconds(random_.between(low * 1000, high * 1000));
+  }
 
   const std::uint64_t seed_;
   const bool print_;
@@ -106,7 +115,8 @@ class World {
   bool native_ = true;
   std::string load_balance_;
   std::uint64_t lose_percent_ = 0, slow_http_percent_ = 0, abort_percent_ = 0;
-  bool crashes_ = false, partitions_ = false, freezes_ = false, server_faults_ = false, ready_events_ = false;
+  bool crashes_ = false, partitions_ = false, freezes_ = false, server_faults_ = false,
+       ready_events_ = false;
   Duration act_one_{};
   std::uint32_t rooms_wanted_ = 0;
 
@@ -118,7 +128,8 @@ class World {
   std::map<std::pair<std::string, std::string>, Time> cut_;
   std::map<std::pair<std::uint32_t, Address>, Time> last_arrival_;  // FIFO per direction
   std::map<std::uint64_t, std::unique_ptr<Room>> rooms_;
-  std::map<RoomId, std::uint32_t> opening_;  // nodes that have yet to hear of a number that the router gave out
+  std::map<RoomId, std::uint32_t>
+      opening_;  // nodes that have yet to hear of a number that the router gave out
   std::uint64_t next_room_ = 1;
   bool healed_ = false;
 };

@@ -1,5 +1,5 @@
-// Little-endian binary form of described structs. Lengths are checked against the bytes that remain before anything is
-// allocated; integers go by shifts, so the form is the same on every machine.
+// Little-endian binary form of described structs. Lengths are checked against the bytes that remain
+// before anything is allocated; integers go by shifts, so the form is the same on every machine.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,8 @@ class BinaryWriter {
 
 class BinaryReader {
  public:
-  // `lenient`: the message is of an older version, so fields missing at its end keep their defaults.
+  // `lenient`: the message is of an older version, so fields missing at its end keep their
+  // defaults.
   BinaryReader(std::string_view bytes, bool lenient) : bytes_(bytes), lenient_(lenient) {}
 
   [[nodiscard]] bool ok() const { return ok_; }
@@ -81,7 +82,8 @@ class BinaryReader {
     } else if constexpr (std::is_integral_v<T>) {
       if (!need(sizeof(T))) return;
       std::uint64_t raw = 0;
-      for (std::size_t i = 0; i < sizeof(T); ++i) raw |= std::uint64_t{static_cast<unsigned char>(bytes_[i])} << (8 * i);
+      for (std::size_t i = 0; i < sizeof(T); ++i)
+        raw |= std::uint64_t{static_cast<unsigned char>(bytes_[i])} << (8 * i);
       bytes_.remove_prefix(sizeof(T));
       value = static_cast<T>(raw);
     } else {
@@ -99,7 +101,8 @@ class BinaryReader {
   void get(std::vector<T>& list) {
     std::uint32_t count = 0;
     get(count);
-    // Every element takes at least one byte (an integer its own size), so a count beyond that is a lie.
+    // Every element takes at least one byte (an integer its own size), so a count beyond that is a
+    // lie.
     std::size_t least = 1;
     if constexpr (std::is_integral_v<T>) least = sizeof(T);
     if (!ok_ || std::uint64_t{count} * least > bytes_.size()) {

@@ -14,7 +14,9 @@ namespace {
 
 using Json = nlohmann::json;
 
-Status bad(std::string message) { return Status(Code::kInvalidArgument, std::move(message)); }
+Status bad(std::string message) {
+  return Status(Code::kInvalidArgument, std::move(message));
+}
 
 std::string brief(const Json& value) {
   std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
@@ -73,26 +75,32 @@ class ObjectReader {
     const Json* value = find(key);
     if (value == nullptr) return fail(key, "is missing"), T{};
     const auto parsed = integer<T>(*value, least, most);
-    if (!parsed) return fail(key, fmt::format("{} is not a whole number from {} to {}", brief(*value), least, most)), T{};
+    if (!parsed)
+      return fail(key, fmt::format("{} is not a whole number from {} to {}", brief(*value), least,
+                                   most)),
+             T{};
     return *parsed;
   }
   std::string text(std::string_view key) {
     const Json* value = find(key);
     if (value == nullptr) return fail(key, "is missing"), std::string();
-    if (!value->is_string()) return fail(key, fmt::format("{} is not text", brief(*value))), std::string();
+    if (!value->is_string())
+      return fail(key, fmt::format("{} is not text", brief(*value))), std::string();
     return value->get<std::string>();
   }
   bool flag(std::string_view key, bool fallback) {
     const Json* value = find(key);
     if (value == nullptr || value->is_null()) return fallback;
-    if (!value->is_boolean()) return fail(key, fmt::format("{} is not true or false", brief(*value))), fallback;
+    if (!value->is_boolean())
+      return fail(key, fmt::format("{} is not true or false", brief(*value))), fallback;
     return value->get<bool>();
   }
   std::string optional_text(std::string_view key, std::string fallback) {
     const Json* value = find(key);
     return value == nullptr || value->is_null() ? fallback : text(key);
   }
-  std::optional<std::int64_t> optional_number(std::string_view key, std::int64_t least, std::int64_t most) {
+  std::optional<std::int64_t> optional_number(std::string_view key, std::int64_t least,
+                                              std::int64_t most) {
     const Json* value = find(key);
     if (value == nullptr || value->is_null()) return std::nullopt;
     return number<std::int64_t>(key, least, most);
@@ -200,7 +208,9 @@ void check_rank(ObjectReader& in, std::string_view name, std::uint32_t rank, std
   if (rank >= size) in.fail(name, fmt::format("rank {} of size {}", rank, size));
 }
 
-std::string spec_text(const Json* value) { return value == nullptr || value->is_null() ? std::string() : value->dump(); }
+std::string spec_text(const Json* value) {
+  return value == nullptr || value->is_null() ? std::string() : value->dump();
+}
 
 RoomId read_room(ObjectReader& in, std::string_view key, const Json& value) {
   const auto room = ObjectReader::integer<std::uint64_t>(value, 0, kRoomMax);
@@ -230,10 +240,12 @@ std::string to_json(const RankRegistration& r) {
       {"enable_dsa_cache_layer_split", r.layer_split},
       {"prefill_http_port", r.prefill_http_port ? Json(*r.prefill_http_port) : Json()},
   };
-  if (!r.dsv41_spec_layout.empty()) json["dsv41_spec_layout"] = Json::parse(r.dsv41_spec_layout, nullptr, false);
+  if (!r.dsv41_spec_layout.empty())
+    json["dsv41_spec_layout"] = Json::parse(r.dsv41_spec_layout, nullptr, false);
   if (!r.kv_layout.empty()) json["kv_layout"] = r.kv_layout;
   if (r.kv_cache_sharding) json["enable_kv_cache_sharding"] = true;
-  if (r.decode_allocation_policy != "early") json["decode_allocation_policy"] = r.decode_allocation_policy;
+  if (r.decode_allocation_policy != "early")
+    json["decode_allocation_policy"] = r.decode_allocation_policy;
   if (r.native) json["kvferry"] = native_json(*r.native);
   return json.dump();
 }
@@ -289,14 +301,16 @@ std::string to_json(const Topology& t) {
       {"enable_dsa_cache_layer_split", t.layer_split},
       {"prefill_http_port", t.prefill_http_port ? Json(*t.prefill_http_port) : Json()},
   };
-  for (const char* key : {"target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks", "required_dst_info_num",
-                          "required_prefill_response_num"}) {
+  for (const char* key : {"target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks",
+                          "required_dst_info_num", "required_prefill_response_num"}) {
     json[key] = nullptr;
   }
-  if (!t.dsv41_spec_layout.empty()) json["dsv41_spec_layout"] = Json::parse(t.dsv41_spec_layout, nullptr, false);
+  if (!t.dsv41_spec_layout.empty())
+    json["dsv41_spec_layout"] = Json::parse(t.dsv41_spec_layout, nullptr, false);
   if (!t.kv_layout.empty()) json["kv_layout"] = t.kv_layout;
   if (t.kv_cache_sharding) json["enable_kv_cache_sharding"] = true;
-  if (t.decode_allocation_policy != "early") json["decode_allocation_policy"] = t.decode_allocation_policy;
+  if (t.decode_allocation_policy != "early")
+    json["decode_allocation_policy"] = t.decode_allocation_policy;
   return json.dump();
 }
 
@@ -307,8 +321,10 @@ Result<Topology> parse_topology(std::string_view body) {
   t.cp_size = in.number<std::uint32_t>("attn_cp_size", 1, kSizeMax);
   t.dp_size = in.number<std::uint32_t>("dp_size", 1, kSizeMax);
   t.pp_size = in.number<std::uint32_t>("pp_size", 1, kSizeMax);
-  if (const auto page = in.optional_number("page_size", 1, 1 << 20)) t.page_size = static_cast<std::uint32_t>(*page);
-  if (const Json* dtype = in.find("kv_cache_dtype"); dtype != nullptr && !dtype->is_null()) t.kv_cache_dtype = in.text("kv_cache_dtype");
+  if (const auto page = in.optional_number("page_size", 1, 1 << 20))
+    t.page_size = static_cast<std::uint32_t>(*page);
+  if (const Json* dtype = in.find("kv_cache_dtype"); dtype != nullptr && !dtype->is_null())
+    t.kv_cache_dtype = in.text("kv_cache_dtype");
   t.follow_bootstrap_room = in.flag("follow_bootstrap_room", true);
   t.layer_split = in.flag("enable_dsa_cache_layer_split", false);
   t.prefill_http_port = in.optional_number("prefill_http_port", 0, 65535);
@@ -318,16 +334,31 @@ Result<Topology> parse_topology(std::string_view body) {
   t.decode_allocation_policy = in.optional_text("decode_allocation_policy", "early");
   if (!in.status().ok()) return in.status();
 
-  static const std::set<std::string, std::less<>> kKnown = {
-      "attn_tp_size", "attn_cp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype", "follow_bootstrap_room",
-      "enable_dsa_cache_layer_split", "prefill_http_port", "target_tp_rank", "target_tp_ranks", "target_cp_ranks",
-      "target_pp_ranks", "required_dst_info_num", "required_prefill_response_num", "kv_layout"};
+  static const std::set<std::string, std::less<>> kKnown = {"attn_tp_size",
+                                                            "attn_cp_size",
+                                                            "dp_size",
+                                                            "pp_size",
+                                                            "page_size",
+                                                            "kv_cache_dtype",
+                                                            "follow_bootstrap_room",
+                                                            "enable_dsa_cache_layer_split",
+                                                            "prefill_http_port",
+                                                            "target_tp_rank",
+                                                            "target_tp_ranks",
+                                                            "target_cp_ranks",
+                                                            "target_pp_ranks",
+                                                            "required_dst_info_num",
+                                                            "required_prefill_response_num",
+                                                            "kv_layout"};
   for (const auto& [key, value] : in.json().items()) {
     if (kKnown.contains(key)) continue;
-    const bool harmless = value.is_null() || value == false || value == 0 || value == "" || value == "early" ||
+    const bool harmless = value.is_null() || value == false || value == 0 || value == "" ||
+                          value == "early" ||
                           ((value.is_object() || value.is_array()) && value.empty());
     if (!harmless) {
-      return Status(Code::kRefused, fmt::format("the prefill instance announces {} = {}, which is not supported", key, brief(value)));
+      return Status(Code::kRefused,
+                    fmt::format("the prefill instance announces {} = {}, which is not supported",
+                                key, brief(value)));
     }
   }
   return t;
@@ -402,18 +433,25 @@ std::string to_json(const Instance& instance) {
   const auto list = [](const std::vector<InstanceRank>& all, bool native) {
     Json ranks = Json::array();
     for (const InstanceRank& rank : all) {
-      Json one = {{"dp_rank", rank.dp_rank}, {"place", json_of(rank.place)}, {"rank_ip", rank.address.host}, {"rank_port", rank.address.port}};
+      Json one = {{"dp_rank", rank.dp_rank},
+                  {"place", json_of(rank.place)},
+                  {"rank_ip", rank.address.host},
+                  {"rank_port", rank.address.port}};
       if (native) one["kvferry"] = native_json(rank.native);
       ranks.push_back(std::move(one));
     }
     return ranks;
   };
-  return Json{{"life", instance.life.to_string()}, {"ranks", list(instance.ranks, true)}, {"foreign_ranks", list(instance.foreign, false)}}.dump();
+  return Json{{"life", instance.life.to_string()},
+              {"ranks", list(instance.ranks, true)},
+              {"foreign_ranks", list(instance.foreign, false)}}
+      .dump();
 }
 
 namespace {
 
-void read_ranks(ObjectReader& in, std::string_view key, bool native, std::vector<InstanceRank>& out) {
+void read_ranks(ObjectReader& in, std::string_view key, bool native,
+                std::vector<InstanceRank>& out) {
   const Json* ranks = in.find(key);
   if (ranks == nullptr || !ranks->is_array()) return in.fail(key, "is no list");
   for (const Json& item : *ranks) {

@@ -1,4 +1,5 @@
-// JSON bodies of the bootstrap server's calls. Parsing says what is wrong with which key; nothing throws.
+// JSON bodies of the bootstrap server's calls. Parsing says what is wrong with which key; nothing
+// throws.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,8 @@
 
 namespace kvferry::wire {
 
-// What a native rank says of itself beside the reference's keys, under the key "kvferry" (other servers ignore it).
+// What a native rank says of itself beside the reference's keys, under the key "kvferry" (other
+// servers ignore it).
 struct NativeRank {
   Token life;  // of the process
   std::uint16_t version_min = 1, version_max = 1;
@@ -27,13 +29,13 @@ struct NativeRank {
 
 // PUT /route
 struct RankRegistration {
-  RankPlace place;              // dp as attn_dp_*; see dp_rank() and dp_size()
+  RankPlace place;  // dp as attn_dp_*; see dp_rank() and dp_size()
   std::uint32_t system_dp_rank = 0, system_dp_size = 1;
-  Address address;              // rank_ip, rank_port
+  Address address;  // rank_ip, rank_port
   std::uint32_t page_size = 1;
-  std::string kv_cache_dtype;   // compared as text
+  std::string kv_cache_dtype;  // compared as text
   std::string load_balance_method = "follow_bootstrap_room";
-  bool layer_split = false;     // enable_dsa_cache_layer_split
+  bool layer_split = false;  // enable_dsa_cache_layer_split
   std::optional<std::int64_t> prefill_http_port;
   std::string dsv41_spec_layout;  // JSON text, canonical; empty: null
   std::string kv_layout;          // empty: null
@@ -42,8 +44,12 @@ struct RankRegistration {
   std::optional<NativeRank> native;
 
   // The DP group that the server files the rank under.
-  [[nodiscard]] std::uint32_t dp_rank() const { return system_dp_size == 1 ? place.dp_rank : system_dp_rank; }
-  [[nodiscard]] std::uint32_t dp_size() const { return system_dp_size == 1 ? place.dp_size : system_dp_size; }
+  [[nodiscard]] std::uint32_t dp_rank() const {
+    return system_dp_size == 1 ? place.dp_rank : system_dp_rank;
+  }
+  [[nodiscard]] std::uint32_t dp_size() const {
+    return system_dp_size == 1 ? place.dp_size : system_dp_size;
+  }
   friend bool operator==(const RankRegistration&, const RankRegistration&) = default;
 };
 std::string to_json(const RankRegistration& registration);
@@ -64,8 +70,8 @@ struct Topology {
   friend bool operator==(const Topology&, const Topology&) = default;
 };
 std::string to_json(const Topology& topology);
-// An unknown key is ignored only when its value is null, false, 0, empty or "early"; else kRefused with key and value, and so
-// are the features that newer releases announce and we do not have.
+// An unknown key is ignored only when its value is null, false, 0, empty or "early"; else kRefused
+// with key and value, and so are the features that newer releases announce and we do not have.
 Result<Topology> parse_topology(std::string_view body);
 
 // GET /route with real ranks
@@ -93,9 +99,10 @@ struct InstanceRank {
   Address address;
   NativeRank native;
 };
-// One snapshot of all ranks, so that nobody takes a native rank for a foreign one because it registered between two calls.
+// One snapshot of all ranks, so that nobody takes a native rank for a foreign one because it
+// registered between two calls.
 struct Instance {
-  Token life;  // of the server
+  Token life;                         // of the server
   std::vector<InstanceRank> ranks;    // native ones
   std::vector<InstanceRank> foreign;  // the others; `native` is empty
 };

@@ -72,12 +72,14 @@ void dump_value(std::string& out, const std::optional<T>& maybe) {
 
 const char* name_of(const Message& message) {
   constexpr std::array<const char*, std::variant_size_v<Message>> kNames = {
-      "Register", "Metadata", "StagingRequest", "StagingGrant", "ChunkReady", "Done", "Abort",
+      "Register", "Metadata", "StagingRequest", "StagingGrant", "ChunkReady", "Done",     "Abort",
       "AbortAck", "Ping",     "Pong",           "Unknown",      "AuxData",    "Watermark"};
   return kNames.at(message.index());
 }
 
-bool is_native(const Frames& frames) { return frames.size() == 1 && frames[0].starts_with(kMagic); }
+bool is_native(const Frames& frames) {
+  return frames.size() == 1 && frames[0].starts_with(kMagic);
+}
 
 Frames encode_native(const NativeFrame& frame) {
   BinaryWriter writer;
@@ -90,7 +92,9 @@ Frames encode_native(const NativeFrame& frame) {
 }
 
 Result<NativeFrame> decode_native(const Frames& frames) {
-  const auto bad = [](std::string why) { return Status(Code::kProtocol, "native frame: " + std::move(why)); };
+  const auto bad = [](std::string why) {
+    return Status(Code::kProtocol, "native frame: " + std::move(why));
+  };
   if (!is_native(frames)) return bad("no magic");
   const std::string_view bytes = std::string_view(frames[0]).substr(kMagic.size());
   NativeFrame frame;
@@ -105,14 +109,16 @@ Result<NativeFrame> decode_native(const Frames& frames) {
   if (!reader.ok()) return bad("cut short in the header");
   if (!emplace_kind(kind, frame.message)) return bad(fmt::format("kind {} is not known", kind));
   std::visit([&](auto& message) { reader.message(message); }, frame.message);
-  if (!reader.ok()) return bad(fmt::format("{} is cut short or has an impossible length", name_of(frame.message)));
-  if (!reader.at_end() && frame.version <= kNativeVersion) return bad(fmt::format("{} has bytes to spare", name_of(frame.message)));
+  if (!reader.ok())
+    return bad(fmt::format("{} is cut short or has an impossible length", name_of(frame.message)));
+  if (!reader.at_end() && frame.version <= kNativeVersion)
+    return bad(fmt::format("{} has bytes to spare", name_of(frame.message)));
   return frame;
 }
 
 std::string dump(const NativeFrame& frame) {
-  std::string out = fmt::format("{} v{} session={} from={} ", name_of(frame.message), frame.version, frame.session.to_string(),
-                                frame.reply.host_port());
+  std::string out = fmt::format("{} v{} session={} from={} ", name_of(frame.message), frame.version,
+                                frame.session.to_string(), frame.reply.host_port());
   std::visit([&](const auto& message) { dump_value(out, message); }, frame.message);
   return out;
 }

@@ -1,7 +1,8 @@
-// The native codec: one frame a message. Header: magic "KVFN", version u16, kind u8, session (16 bytes), reply address.
+// The native codec: one frame a message. Header: magic "KVFN", version u16, kind u8, session (16
+// bytes), reply address.
 //
-// Compatibility: fields are only appended. A decoder skips trailing bytes of a newer version and leaves trailing fields
-// that an older version lacks at their defaults; anything else is kProtocol.
+// Compatibility: fields are only appended. A decoder skips trailing bytes of a newer version and
+// leaves trailing fields that an older version lacks at their defaults; anything else is kProtocol.
 #pragma once
 
 #include "kvferry/status.h"
@@ -21,7 +22,8 @@ struct NativeFrame {
 
 Frames encode_native(const NativeFrame& frame);
 Result<NativeFrame> decode_native(const Frames& frames);
-// Whether the frames claim to be native (the magic is there); the reference never sends such a first frame.
+// Whether the frames claim to be native (the magic is there); the reference never sends such a
+// first frame.
 bool is_native(const Frames& frames);
 
 // A human-readable line: kind, session and every field.

@@ -22,7 +22,8 @@ void put_little_endian(std::string& out, T value) {
 template <class T>
 T get_little_endian(std::string_view bytes) {
   std::uint64_t raw = 0;
-  for (std::size_t i = 0; i < sizeof(T); ++i) raw |= std::uint64_t{static_cast<unsigned char>(bytes[i])} << (8 * i);
+  for (std::size_t i = 0; i < sizeof(T); ++i)
+    raw |= std::uint64_t{static_cast<unsigned char>(bytes[i])} << (8 * i);
   return static_cast<T>(raw);
 }
 
@@ -39,20 +40,24 @@ std::string pack_lists(const Lists<T>& lists) {
   if (lists.empty()) return {};
   std::string out;
   put_little_endian(out, static_cast<std::uint32_t>(lists.size()));
-  for (const auto& list : lists) put_little_endian(out, static_cast<std::uint32_t>(list.size() * sizeof(T)));
+  for (const auto& list : lists)
+    put_little_endian(out, static_cast<std::uint32_t>(list.size() * sizeof(T)));
   for (const auto& list : lists) {
     for (const T item : list) put_little_endian(out, item);
   }
   return out;
 }
 
-Status bad(std::string message) { return Status(Code::kProtocol, std::move(message)); }
+Status bad(std::string message) {
+  return Status(Code::kProtocol, std::move(message));
+}
 
 template <class T>
 Result<Lists<T>> unpack_lists(std::string_view bytes) {
   Lists<T> lists;
   if (bytes.empty()) return lists;
-  if (bytes.size() < 4) return bad(fmt::format("packed lists: {} bytes have no count", bytes.size()));
+  if (bytes.size() < 4)
+    return bad(fmt::format("packed lists: {} bytes have no count", bytes.size()));
   const auto count = get_little_endian<std::uint32_t>(bytes);
   if (std::uint64_t{count} * 4 + 4 > bytes.size()) {
     return bad(fmt::format("packed lists: {} lists claimed in {} bytes", count, bytes.size()));
@@ -61,11 +66,13 @@ Result<Lists<T>> unpack_lists(std::string_view bytes) {
   for (std::uint32_t i = 0; i < count; ++i) {
     const auto size = get_little_endian<std::uint32_t>(bytes.substr(4 + std::size_t{i} * 4));
     if (size > body.size() || size % sizeof(T) != 0) {
-      return bad(fmt::format("packed lists: list {} has {} bytes, {} are left, elements have {}", i, size, body.size(), sizeof(T)));
+      return bad(fmt::format("packed lists: list {} has {} bytes, {} are left, elements have {}", i,
+                             size, body.size(), sizeof(T)));
     }
     auto& list = lists.emplace_back();
     list.reserve(size / sizeof(T));
-    for (std::uint32_t at = 0; at < size; at += sizeof(T)) list.push_back(get_little_endian<T>(body.substr(at)));
+    for (std::uint32_t at = 0; at < size; at += sizeof(T))
+      list.push_back(get_little_endian<T>(body.substr(at)));
     body.remove_prefix(size);
   }
   return lists;
@@ -85,7 +92,8 @@ class FrameReader {
     for (const char c : has(i) ? std::string_view(frames_[i]).substr(0, 32) : std::string_view()) {
       value += c >= 0x20 && c < 0x7F ? c : '?';
     }
-    status_ = bad(fmt::format("{} of {} frames: frame {} '{}': {}", kind_, frames_.size(), i, value, why));
+    status_ = bad(
+        fmt::format("{} of {} frames: frame {} '{}': {}", kind_, frames_.size(), i, value, why));
   }
 
   std::string text(std::size_t i) {
@@ -119,10 +127,13 @@ class FrameReader {
     if (!has(i)) return fail(i, "is missing"), list;
     const std::string_view bytes = frames_[i];
     if (bytes.size() % sizeof(T) != 0) {
-      return fail(i, fmt::format("{} bytes are no whole number of elements of {}", bytes.size(), sizeof(T))), list;
+      return fail(i, fmt::format("{} bytes are no whole number of elements of {}", bytes.size(),
+                                 sizeof(T))),
+             list;
     }
     list.reserve(bytes.size() / sizeof(T));
-    for (std::size_t at = 0; at < bytes.size(); at += sizeof(T)) list.push_back(get_little_endian<T>(bytes.substr(at)));
+    for (std::size_t at = 0; at < bytes.size(); at += sizeof(T))
+      list.push_back(get_little_endian<T>(bytes.substr(at)));
     return list;
   }
   template <class T>
@@ -134,7 +145,8 @@ class FrameReader {
   std::vector<PageIndex> pages(std::size_t i) {
     auto list = array<PageIndex>(i);
     for (const PageIndex page : list) {
-      if (page < 0) return fail(i, fmt::format("page index {} is negative", page)), std::vector<PageIndex>{};
+      if (page < 0)
+        return fail(i, fmt::format("page index {} is negative", page)), std::vector<PageIndex>{};
     }
     return list;
   }
@@ -152,8 +164,10 @@ Result<Message> decode_register(const Frames& frames) {
   m.reply = in.address(1);
   m.session_name = in.text(3);
   if (in.status().ok()) {
-    // The reference takes the session apart to choose a queue; a name that is no address is of no use to anybody.
-    if (const auto parsed = parse_address(m.session_name); !parsed.ok()) in.fail(3, parsed.status().message());
+    // The reference takes the session apart to choose a queue; a name that is no address is of no
+    // use to anybody.
+    if (const auto parsed = parse_address(m.session_name); !parsed.ok())
+      in.fail(3, parsed.status().message());
   }
   m.pools.kv_pointers = in.array<std::uint64_t>(4);
   m.pools.aux_pointers = in.array<std::uint64_t>(5);
@@ -163,8 +177,8 @@ Result<Message> decode_register(const Frames& frames) {
   m.pools.kv_item_length = in.number<std::uint64_t>(9);
   m.pools.state_item_lengths = in.lists<std::uint32_t>(10);
   m.pools.state_dims = in.lists<std::uint32_t>(11);
-  // 14 frames: the layout up to 0.5.16, where 12 and 13 are the staging region. 15 and more: layer ids there, staging
-  // behind them. Fewer than 14: neither.
+  // 14 frames: the layout up to 0.5.16, where 12 and 13 are the staging region. 15 and more: layer
+  // ids there, staging behind them. Fewer than 14: neither.
   const bool old_layout = frames.size() == 14;
   const std::size_t staging = old_layout ? 12 : 14;
   if (frames.size() >= 14 && !in.empty(staging)) {
@@ -177,7 +191,8 @@ Result<Message> decode_register(const Frames& frames) {
       m.staging = region;
     }
   } else if (frames.size() >= 14 && !in.empty(staging + 1)) {
-    (void)in.number<std::uint64_t>(staging + 1);  // a size without an address says nothing, but must be a number
+    (void)in.number<std::uint64_t>(
+        staging + 1);  // a size without an address says nothing, but must be a number
   }
   if (frames.size() > 14) {
     m.pools.kv_layer_ids = in.array<std::uint32_t>(12);
@@ -198,7 +213,8 @@ Result<Message> decode_metadata(const Frames& frames) {
   m.reply = in.address(1);
   m.session_name = in.text(3);
   if (in.status().ok()) {
-    if (const auto parsed = parse_address(m.session_name); !parsed.ok()) in.fail(3, parsed.status().message());
+    if (const auto parsed = parse_address(m.session_name); !parsed.ok())
+      in.fail(3, parsed.status().message());
   }
   m.pages = in.pages(4);
   m.dummy = in.empty(4) && in.has(5) && in.empty(5);
@@ -232,12 +248,24 @@ Dialect dialect_from_release(std::string_view release) {
   return Dialect::kUnknown;
 }
 
-std::string pack(const Lists<std::uint32_t>& lists) { return pack_lists(lists); }
-std::string pack(const Lists<std::int32_t>& lists) { return pack_lists(lists); }
-std::string pack(const Lists<std::uint64_t>& lists) { return pack_lists(lists); }
-Result<Lists<std::uint32_t>> unpack_u32(std::string_view bytes) { return unpack_lists<std::uint32_t>(bytes); }
-Result<Lists<std::int32_t>> unpack_i32(std::string_view bytes) { return unpack_lists<std::int32_t>(bytes); }
-Result<Lists<std::uint64_t>> unpack_u64(std::string_view bytes) { return unpack_lists<std::uint64_t>(bytes); }
+std::string pack(const Lists<std::uint32_t>& lists) {
+  return pack_lists(lists);
+}
+std::string pack(const Lists<std::int32_t>& lists) {
+  return pack_lists(lists);
+}
+std::string pack(const Lists<std::uint64_t>& lists) {
+  return pack_lists(lists);
+}
+Result<Lists<std::uint32_t>> unpack_u32(std::string_view bytes) {
+  return unpack_lists<std::uint32_t>(bytes);
+}
+Result<Lists<std::int32_t>> unpack_i32(std::string_view bytes) {
+  return unpack_lists<std::int32_t>(bytes);
+}
+Result<Lists<std::uint64_t>> unpack_u64(std::string_view bytes) {
+  return unpack_lists<std::uint64_t>(bytes);
+}
 
 Result<Frames> encode_to_prefill(const Message& message, Dialect peer) {
   const bool old = peer == Dialect::kSeed || peer == Dialect::k0516;
@@ -256,7 +284,8 @@ Result<Frames> encode_to_prefill(const Message& message, Dialect peer) {
     if (m->staging) put_little_endian(base, m->staging->base);
     const std::string size = m->staging ? fmt::format("{}", m->staging->bytes) : "";
     if (!old) {
-      // Layer ids only to a peer that is known to understand them: an older one takes them for a staging region.
+      // Layer ids only to a peer that is known to understand them: an older one takes them for a
+      // staging region.
       const bool ids = peer != Dialect::kUnknown;
       f.push_back(ids ? plain(p.kv_layer_ids) : "");
       f.push_back(ids ? pack(p.state_layer_ids) : "");
@@ -266,8 +295,10 @@ Result<Frames> encode_to_prefill(const Message& message, Dialect peer) {
     if (!old) {
       f.push_back(fmt::format("{}", p.dcp_size));
       f.push_back(fmt::format("{}", p.dcp_rank));
-      if (peer == Dialect::kUnknown || peer >= Dialect::k0520) f.push_back(plain(p.staging_slot_layers));
-      if (peer == Dialect::kUnknown || peer >= Dialect::k0521) f.push_back(plain(p.kv_item_lengths));
+      if (peer == Dialect::kUnknown || peer >= Dialect::k0520)
+        f.push_back(plain(p.staging_slot_layers));
+      if (peer == Dialect::kUnknown || peer >= Dialect::k0521)
+        f.push_back(plain(p.kv_item_lengths));
     }
     return f;
   }
@@ -276,7 +307,9 @@ Result<Frames> encode_to_prefill(const Message& message, Dialect peer) {
     if (m->dummy) {
       f.insert(f.end(), {"", "", ""});
     } else {
-      if (!m->aux_row) return Status(Code::kInvalidArgument, fmt::format("room {}: the reference needs an aux row", value_of(m->room)));
+      if (!m->aux_row)
+        return Status(Code::kInvalidArgument,
+                      fmt::format("room {}: the reference needs an aux row", value_of(m->room)));
       f.push_back(plain(m->pages));
       f.push_back(fmt::format("{}", *m->aux_row));
       f.push_back(pack(m->states));
@@ -289,16 +322,19 @@ Result<Frames> encode_to_prefill(const Message& message, Dialect peer) {
   if (const auto* m = std::get_if<Abort>(&message)) {
     Frames f = texts("ABORT", value_of(m->room), m->reply.host, m->reply.port);
     // Older releases ignore a fifth frame, so an unknown one gets it too.
-    if (m->generation && (peer == Dialect::kUnknown || peer == Dialect::k0523)) f.push_back(fmt::format("{}", *m->generation));
+    if (m->generation && (peer == Dialect::kUnknown || peer == Dialect::k0523))
+      f.push_back(fmt::format("{}", *m->generation));
     return f;
   }
   if (const auto* m = std::get_if<StagingGrant>(&message)) {
-    return texts("STAGING_RSP", value_of(m->room), m->chunk, m->offset, m->round, m->end, m->session_name);
+    return texts("STAGING_RSP", value_of(m->room), m->chunk, m->offset, m->round, m->end,
+                 m->session_name);
   }
   if (const auto* m = std::get_if<Watermark>(&message)) {
     return texts("WATERMARK", m->round, m->tail, m->session_name);
   }
-  return Status(Code::kInvalidArgument, fmt::format("{} does not go to an sglang prefill rank", name_of(message)));
+  return Status(Code::kInvalidArgument,
+                fmt::format("{} does not go to an sglang prefill rank", name_of(message)));
 }
 
 Result<Message> decode_at_prefill(const Frames& frames) {
@@ -335,7 +371,8 @@ Result<Message> decode_at_prefill(const Frames& frames) {
     if (!in.status().ok()) return in.status();
     return Message(std::move(m));
   }
-  if (!kind.empty() && kind[0] >= 'A' && kind[0] <= 'Z') return bad(fmt::format("message kind '{:.32}' is not known", kind));
+  if (!kind.empty() && kind[0] >= 'A' && kind[0] <= 'Z')
+    return bad(fmt::format("message kind '{:.32}' is not known", kind));
   return decode_metadata(frames);
 }
 
@@ -346,13 +383,15 @@ Result<Frames> encode_to_decode(const Message& message, Dialect peer) {
   if (const auto* m = std::get_if<AuxData>(&message)) {
     Frames f = texts("AUX_DATA", value_of(m->room), m->buffer, m->row);
     std::string length;
-    for (int shift = 24; shift >= 0; shift -= 8) length.push_back(static_cast<char>((m->bytes.size() >> shift) & 0xFF));
+    for (int shift = 24; shift >= 0; shift -= 8)
+      length.push_back(static_cast<char>((m->bytes.size() >> shift) & 0xFF));
     f.push_back(std::move(length));
     f.push_back(m->bytes);
     return f;
   }
   if (const auto* m = std::get_if<ChunkReady>(&message)) {
-    return texts("CHUNK_READY", value_of(m->room), m->chunk, m->page_begin, m->pages, m->session_name, m->unique_rank);
+    return texts("CHUNK_READY", value_of(m->room), m->chunk, m->page_begin, m->pages,
+                 m->session_name, m->unique_rank);
   }
   if (const auto* m = std::get_if<StagingRequest>(&message)) {
     Frames f = texts("STAGING_REQ", value_of(m->room), m->chunk, m->pages, m->session_name);
@@ -370,7 +409,8 @@ Result<Frames> encode_to_decode(const Message& message, Dialect peer) {
     }
     return f;
   }
-  return Status(Code::kInvalidArgument, fmt::format("{} does not go to an sglang decode rank", name_of(message)));
+  return Status(Code::kInvalidArgument,
+                fmt::format("{} does not go to an sglang decode rank", name_of(message)));
 }
 
 Result<Message> decode_at_decode(const Frames& frames) {
@@ -390,7 +430,8 @@ Result<Message> decode_at_decode(const Frames& frames) {
       std::uint32_t length = 0;
       for (const char c : in.raw(4)) length = length << 8 | static_cast<unsigned char>(c);
       m.bytes = in.raw(5);
-      if (length != m.bytes.size()) in.fail(4, fmt::format("the length is {}, the data has {} bytes", length, m.bytes.size()));
+      if (length != m.bytes.size())
+        in.fail(4, fmt::format("the length is {}, the data has {} bytes", length, m.bytes.size()));
     }
     if (!in.status().ok()) return in.status();
     return Message(std::move(m));
@@ -427,7 +468,8 @@ Result<Message> decode_at_decode(const Frames& frames) {
     if (!in.status().ok()) return in.status();
     return Message(std::move(m));
   }
-  if (!kind.empty() && kind[0] >= 'A' && kind[0] <= 'Z') return bad(fmt::format("message kind '{:.32}' is not known", kind));
+  if (!kind.empty() && kind[0] >= 'A' && kind[0] <= 'Z')
+    return bad(fmt::format("message kind '{:.32}' is not known", kind));
   FrameReader in("status", frames);
   // A fourth frame is a reason (0.5.20 and later read one); it is text and may be lost.
   if (frames.size() != 3 && frames.size() != 4) in.fail(0, "a status has 3 frames");

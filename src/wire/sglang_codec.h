@@ -1,7 +1,9 @@
-// The reference's ZeroMQ multipart frames: SGLang's Mooncake connector from the seeds' version to 0.5.23.
+// The reference's ZeroMQ multipart frames: SGLang's Mooncake connector from the seeds' version to
+// 0.5.23.
 //
-// The encoder takes the dialect of the peer's release; a peer of unknown release gets the form that all of them read.
-// The decoders read every release's frames. What does not parse is kProtocol with the frame and the value; nothing throws.
+// The encoder takes the dialect of the peer's release; a peer of unknown release gets the form that
+// all of them read. The decoders read every release's frames. What does not parse is kProtocol with
+// the frame and the value; nothing throws.
 #pragma once
 
 #include <compare>
@@ -24,7 +26,8 @@ Result<Message> decode_at_prefill(const Frames& frames);
 Result<Frames> encode_to_decode(const Message& message, Dialect peer);
 Result<Message> decode_at_decode(const Frames& frames);
 
-// pack(lists): u32 count, u32 byte length of each, then the elements; all little-endian. An empty list of lists is empty.
+// pack(lists): u32 count, u32 byte length of each, then the elements; all little-endian. An empty
+// list of lists is empty.
 std::string pack(const Lists<std::uint32_t>& lists);
 std::string pack(const Lists<std::int32_t>& lists);
 std::string pack(const Lists<std::uint64_t>& lists);

@@ -40,8 +40,10 @@ void expect_all_members_described() {
 }
 
 TEST(Messages, DescribeNamesEveryMember) {
-  expect_all_members_described<Address, Token, RankPlace, Memory, Slab, Layout, StagingRegion, PositionalPools, Register, Metadata,
-                               StagingRequest, StagingGrant, ChunkReady, Done, Abort, AbortAck, Ping, Pong, Unknown, AuxData, Watermark>();
+  expect_all_members_described<Address, Token, RankPlace, Memory, Slab, Layout, StagingRegion,
+                               PositionalPools, Register, Metadata, StagingRequest, StagingGrant,
+                               ChunkReady, Done, Abort, AbortAck, Ping, Pong, Unknown, AuxData,
+                               Watermark>();
 }
 
 // Fills any described struct with random values, so that a codec that drops or swaps a field shows.
@@ -94,20 +96,25 @@ void round_trip(std::uint64_t seed) {
   EXPECT_EQ(*back, frame) << dump(frame) << "\n" << dump(*back);
   // Every prefix is refused, and nothing crashes on it.
   for (std::size_t cut = 0; cut < bytes[0].size(); ++cut) {
-    EXPECT_FALSE(decode_native({bytes[0].substr(0, cut)}).ok()) << name_of(frame.message) << " cut at " << cut;
+    EXPECT_FALSE(decode_native({bytes[0].substr(0, cut)}).ok())
+        << name_of(frame.message) << " cut at " << cut;
   }
 }
 
 TEST(NativeCodec, EveryMessageSurvivesTheRoundTrip) {
   for (std::uint64_t seed = 1; seed <= 40; ++seed) {
-    round_trip<Register>(seed), round_trip<Metadata>(seed), round_trip<StagingRequest>(seed), round_trip<StagingGrant>(seed);
-    round_trip<ChunkReady>(seed), round_trip<Done>(seed), round_trip<Abort>(seed), round_trip<AbortAck>(seed);
-    round_trip<Ping>(seed), round_trip<Pong>(seed), round_trip<Unknown>(seed), round_trip<AuxData>(seed), round_trip<Watermark>(seed);
+    round_trip<Register>(seed), round_trip<Metadata>(seed), round_trip<StagingRequest>(seed),
+        round_trip<StagingGrant>(seed);
+    round_trip<ChunkReady>(seed), round_trip<Done>(seed), round_trip<Abort>(seed),
+        round_trip<AbortAck>(seed);
+    round_trip<Ping>(seed), round_trip<Pong>(seed), round_trip<Unknown>(seed),
+        round_trip<AuxData>(seed), round_trip<Watermark>(seed);
   }
 }
 
 TEST(NativeCodec, ANewerVersionMayHaveMoreAtTheEnd) {
-  NativeFrame frame{.version = kNativeVersion, .session = {1, 2}, .reply = {"h", 1}, .message = Ping{7}};
+  NativeFrame frame{
+      .version = kNativeVersion, .session = {1, 2}, .reply = {"h", 1}, .message = Ping{7}};
   Frames bytes = encode_native(frame);
   bytes[0] += "more";
   EXPECT_FALSE(decode_native(bytes).ok());
@@ -118,7 +125,10 @@ TEST(NativeCodec, ANewerVersionMayHaveMoreAtTheEnd) {
 }
 
 TEST(NativeCodec, AListLongerThanItsBytesIsRefusedBeforeItIsAllocated) {
-  NativeFrame frame{.version = kNativeVersion, .session = {1, 2}, .reply = {"h", 1}, .message = Unknown{std::string(4, 'x')}};
+  NativeFrame frame{.version = kNativeVersion,
+                    .session = {1, 2},
+                    .reply = {"h", 1},
+                    .message = Unknown{std::string(4, 'x')}};
   Frames bytes = encode_native(frame);
   bytes[0].replace(bytes[0].size() - 8, 4, "\xff\xff\xff\x7f");
   EXPECT_FALSE(decode_native(bytes).ok());
@@ -126,9 +136,19 @@ TEST(NativeCodec, AListLongerThanItsBytesIsRefusedBeforeItIsAllocated) {
 
 // The bytes of version 1, so that a change of the format cannot happen by accident.
 TEST(NativeCodec, TheBytesOfVersionOneAreFixed) {
-  const NativeFrame frame{.version = 1, .session = {0x0102030405060708ULL, 0x1112131415161718ULL}, .reply = {"10.0.0.9", 4242}, .message = Ping{0xABCD}};
-  const std::string expected("KVFN\x01\x00\x08" "\x08\x07\x06\x05\x04\x03\x02\x01" "\x18\x17\x16\x15\x14\x13\x12\x11"
-                             "\x08\x00\x00\x00" "10.0.0.9" "\x92\x10" "\xCD\xAB\x00\x00\x00\x00\x00\x00", 4 + 2 + 1 + 16 + 4 + 8 + 2 + 8);
+  const NativeFrame frame{.version = 1,
+                          .session = {0x0102030405060708ULL, 0x1112131415161718ULL},
+                          .reply = {"10.0.0.9", 4242},
+                          .message = Ping{0xABCD}};
+  const std::string expected(
+      "KVFN\x01\x00\x08"
+      "\x08\x07\x06\x05\x04\x03\x02\x01"
+      "\x18\x17\x16\x15\x14\x13\x12\x11"
+      "\x08\x00\x00\x00"
+      "10.0.0.9"
+      "\x92\x10"
+      "\xCD\xAB\x00\x00\x00\x00\x00\x00",
+      4 + 2 + 1 + 16 + 4 + 8 + 2 + 8);
   EXPECT_EQ(encode_native(frame)[0], expected);
 }
 
@@ -163,7 +183,9 @@ TEST(SglangCodec, AbortAckHasTheFormThatThePeerUnderstands) {
 
 TEST(SglangCodec, RandomFramesAreRefusedNotFatal) {
   Random random(3);
-  const std::vector<std::string> kinds = {"None", "ABORT", "STAGING_RSP", "WATERMARK", "AUX_DATA", "CHUNK_READY", "STAGING_REQ", "ABORT_ACK", "5", ""};
+  const std::vector<std::string> kinds = {
+      "None",        "ABORT",       "STAGING_RSP", "WATERMARK", "AUX_DATA",
+      "CHUNK_READY", "STAGING_REQ", "ABORT_ACK",   "5",         ""};
   for (int i = 0; i < 200000; ++i) {
     Frames frames(random.below(22));
     for (std::size_t f = 0; f < frames.size(); ++f) {
@@ -172,7 +194,8 @@ TEST(SglangCodec, RandomFramesAreRefusedNotFatal) {
       } else if (random.chance(50)) {
         frames[f] = std::to_string(random.below(1000));
       } else {
-        for (auto n = random.below(20); n > 0; --n) frames[f] += static_cast<char>(random.below(256));
+        for (auto n = random.below(20); n > 0; --n)
+          frames[f] += static_cast<char>(random.below(256));
       }
     }
     (void)decode_at_prefill(frames);
@@ -184,14 +207,31 @@ TEST(SglangCodec, RandomFramesAreRefusedNotFatal) {
 
 TEST(Bodies, ARegistrationSurvivesTheRoundTrip) {
   RankRegistration r;
-  r.place = {.tp_rank = 1, .tp_size = 2, .pp_rank = 0, .pp_size = 3, .cp_rank = 0, .cp_size = 1, .dp_rank = 0, .dp_size = 1};
+  r.place = {.tp_rank = 1,
+             .tp_size = 2,
+             .pp_rank = 0,
+             .pp_size = 3,
+             .cp_rank = 0,
+             .cp_size = 1,
+             .dp_rank = 0,
+             .dp_size = 1};
   r.address = {"::1", 77};
   r.page_size = 16;
   r.kv_cache_dtype = "auto";
   r.prefill_http_port = 30000;
-  const plan::Geometry geometry{.name = "g", .layers = 2, .attention = {}, .kv_heads = 2, .key_head_bytes = 4, .value_head_bytes = 4,
-                                .dtype = DType::kBFloat16, .aux_bytes = {8}};
-  r.native = NativeRank{.life = {1, 2}, .version_min = 1, .version_max = 1, .capabilities = {"tcp"}, .plane = "tcp://x",
+  const plan::Geometry geometry{.name = "g",
+                                .layers = 2,
+                                .attention = {},
+                                .kv_heads = 2,
+                                .key_head_bytes = 4,
+                                .value_head_bytes = 4,
+                                .dtype = DType::kBFloat16,
+                                .aux_bytes = {8}};
+  r.native = NativeRank{.life = {1, 2},
+                        .version_min = 1,
+                        .version_max = 1,
+                        .capabilities = {"tcp"},
+                        .plane = "tcp://x",
                         .layout = plan::layout_of_rank(geometry, {}, 16, 4, 2)};
   const auto back = parse_registration(to_json(r));
   ASSERT_TRUE(back.ok()) << back.status().to_string();
@@ -204,7 +244,8 @@ TEST(Bodies, AnUnknownTopologyKeyIsIgnoredOnlyWhenItsValueIsHarmless) {
     body.back() = ',';
     return parse_topology(body + "\"" + key + "\": " + value + "}");
   };
-  for (const char* harmless : {"null", "false", "0", "\"\"", "\"early\"", "{}"}) EXPECT_TRUE(with("new_feature", harmless).ok()) << harmless;
+  for (const char* harmless : {"null", "false", "0", "\"\"", "\"early\"", "{}"})
+    EXPECT_TRUE(with("new_feature", harmless).ok()) << harmless;
   const auto refused = with("new_feature", "true");
   ASSERT_FALSE(refused.ok());
   EXPECT_NE(refused.status().message().find("new_feature = true"), std::string::npos);

@@ -1,4 +1,5 @@
-// What every data plane promises, as one suite. A plane joins by giving a factory of two planes that can reach each other.
+// What every data plane promises, as one suite. A plane joins by giving a factory of two planes
+// that can reach each other.
 #pragma once
 
 #include <functional>
@@ -17,7 +18,8 @@ class PlanePair {
   virtual DataPlane& target() = 0;
   // Waits until something may have happened; returns at the latest after a moment.
   virtual void step() = 0;
-  // The target's process is replaced by another one at the same host and port, if the plane has such a thing.
+  // The target's process is replaced by another one at the same host and port, if the plane has
+  // such a thing.
   virtual void replace_target() = 0;
 };
 

@@ -23,11 +23,15 @@ void wait_for_either(DataPlane& a, DataPlane& b) {
 
 class LoopbackPair final : public PlanePair {
  public:
-  LoopbackPair() : source_(fabric_, settings_), target_(std::make_unique<data::LoopbackPlane>(fabric_, settings_)) {}
+  LoopbackPair()
+      : source_(fabric_, settings_),
+        target_(std::make_unique<data::LoopbackPlane>(fabric_, settings_)) {}
   DataPlane& source() override { return source_; }
   DataPlane& target() override { return *target_; }
   void step() override { wait_for_either(source_, *target_); }
-  void replace_target() override { target_ = std::make_unique<data::LoopbackPlane>(fabric_, settings_); }
+  void replace_target() override {
+    target_ = std::make_unique<data::LoopbackPlane>(fabric_, settings_);
+  }
 
  private:
   Settings settings_;
@@ -51,7 +55,8 @@ class TcpPair final : public PlanePair {
 
  private:
   std::unique_ptr<data::TcpPlane> make(std::uint16_t port) {
-    auto plane = data::TcpPlane::create({.listen_host = "127.0.0.1", .listen_port = port, .public_host = {}}, settings_, entropy_);
+    auto plane = data::TcpPlane::create(
+        {.listen_host = "127.0.0.1", .listen_port = port, .public_host = {}}, settings_, entropy_);
     EXPECT_TRUE(plane.ok()) << plane.status().to_string();
     return std::move(*plane);
   }
@@ -62,7 +67,12 @@ class TcpPair final : public PlanePair {
 
 class SimPair final : public PlanePair {
  public:
-  SimPair() : random_(77), queue_(random_), fabric_(queue_, random_), source_(fabric_, "p"), target_(std::make_unique<sim::SimPlane>(fabric_, "d")) {}
+  SimPair()
+      : random_(77),
+        queue_(random_),
+        fabric_(queue_, random_),
+        source_(fabric_, "p"),
+        target_(std::make_unique<sim::SimPlane>(fabric_, "d")) {}
   DataPlane& source() override { return source_; }
   DataPlane& target() override { return *target_; }
   void step() override {
@@ -84,21 +94,37 @@ class SimPair final : public PlanePair {
 class Plane : public testing::TestWithParam<PlaneCase> {
  protected:
   static constexpr std::uint32_t kItems = 64, kItemBytes = 4096;
-  Plane() : pair_(GetParam().make()), source_memory_(kItems * kItemBytes), target_memory_(kItems * kItemBytes, 0xEE) {
-    for (std::size_t i = 0; i < source_memory_.size(); ++i) source_memory_[i] = static_cast<std::uint8_t>(i * 31 + i / 256);
-    slabs_ = std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{{base(target_memory_), kItemBytes, kItemBytes, kItems}});
-    const std::vector<Region> source_regions{{base(source_memory_), source_memory_.size(), {}}}, target_regions{{base(target_memory_), target_memory_.size(), {}}};
+  Plane()
+      : pair_(GetParam().make()),
+        source_memory_(kItems * kItemBytes),
+        target_memory_(kItems * kItemBytes, 0xEE) {
+    for (std::size_t i = 0; i < source_memory_.size(); ++i)
+      source_memory_[i] = static_cast<std::uint8_t>(i * 31 + i / 256);
+    slabs_ = std::make_shared<const std::vector<GrantSlab>>(
+        std::vector<GrantSlab>{{base(target_memory_), kItemBytes, kItemBytes, kItems}});
+    const std::vector<Region> source_regions{{base(source_memory_), source_memory_.size(), {}}},
+        target_regions{{base(target_memory_), target_memory_.size(), {}}};
     EXPECT_TRUE(pair_->source().register_memory(source_regions).ok());
     EXPECT_TRUE(pair_->target().register_memory(target_regions).ok());
   }
-  static std::uint64_t base(const std::vector<std::uint8_t>& memory) { return reinterpret_cast<std::uint64_t>(memory.data()); }
+  static std::uint64_t base(const std::vector<std::uint8_t>& memory) {
+    return reinterpret_cast<std::uint64_t>(memory.data());
+  }
 
   void lend(std::uint64_t id, Token token, std::vector<std::uint32_t> items, bool foreign = false) {
-    EXPECT_TRUE(pair_->target().grant({GrantId{id}, token, foreign, {GrantGroup{slabs_, std::move(items)}}}).ok());
+    EXPECT_TRUE(pair_->target()
+                    .grant({GrantId{id}, token, foreign, {GrantGroup{slabs_, std::move(items)}}})
+                    .ok());
   }
   // Rows of 256 bytes, packed at the source's item and spread over the whole of the target's.
-  CopyPlan plan(std::uint32_t source_first, std::uint32_t target_first, std::uint32_t count, std::uint32_t bytes = kItemBytes) const {
-    return {CopyGroup{{Lane{.source = base(source_memory_), .target = base(target_memory_), .source_item = kItemBytes, .target_item = kItemBytes, .rows = 1, .bytes = bytes}},
+  CopyPlan plan(std::uint32_t source_first, std::uint32_t target_first, std::uint32_t count,
+                std::uint32_t bytes = kItemBytes) const {
+    return {CopyGroup{{Lane{.source = base(source_memory_),
+                            .target = base(target_memory_),
+                            .source_item = kItemBytes,
+                            .target_item = kItemBytes,
+                            .rows = 1,
+                            .bytes = bytes}},
                       {kvferry::Run{source_first, target_first, count}}}};
   }
   void write(std::uint64_t id, Authority authority, CopyPlan p, std::uint64_t flow = 1) {
@@ -127,10 +153,12 @@ class Plane : public testing::TestWithParam<PlaneCase> {
     return done[id];
   }
   void expect_landed(std::uint32_t source_first, std::uint32_t target_first, std::uint32_t count) {
-    EXPECT_EQ(0, std::memcmp(&source_memory_[source_first * kItemBytes], &target_memory_[target_first * kItemBytes], count * kItemBytes));
+    EXPECT_EQ(0, std::memcmp(&source_memory_[source_first * kItemBytes],
+                             &target_memory_[target_first * kItemBytes], count * kItemBytes));
   }
   void expect_untouched(std::uint32_t first, std::uint32_t count) {
-    for (std::uint32_t i = first * kItemBytes; i < (first + count) * kItemBytes; ++i) ASSERT_EQ(target_memory_[i], 0xEE) << "byte " << i << " was touched";
+    for (std::uint32_t i = first * kItemBytes; i < (first + count) * kItemBytes; ++i)
+      ASSERT_EQ(target_memory_[i], 0xEE) << "byte " << i << " was touched";
   }
 
   static constexpr Token kToken{11, 22};
@@ -157,12 +185,20 @@ TEST_P(Plane, EveryByteOfAGrantedWriteLandsAndNoOther) {
 TEST_P(Plane, RowsAreGatheredAndScattered) {
   lend(1, kToken, {0, 1, 2, 3, 4, 5, 6, 7});
   CopyPlan p = plan(0, 0, 8);
-  p[0].lanes[0] = Lane{.source = base(source_memory_) + 100, .target = base(target_memory_) + 7, .source_item = kItemBytes, .target_item = kItemBytes, .rows = 16, .bytes = 33, .source_row = 200, .target_row = 250};
+  p[0].lanes[0] = Lane{.source = base(source_memory_) + 100,
+                       .target = base(target_memory_) + 7,
+                       .source_item = kItemBytes,
+                       .target_item = kItemBytes,
+                       .rows = 16,
+                       .bytes = 33,
+                       .source_row = 200,
+                       .target_row = 250};
   write(1, {kToken, false}, p);
   EXPECT_TRUE(wait_write(1).status.ok());
   std::vector<std::uint8_t> expected(target_memory_.size(), 0xEE);
   for (const plan::Block& block : plan::expand(p)) {
-    std::memcpy(&expected[block.target - base(target_memory_)], reinterpret_cast<const void*>(block.source), block.bytes);
+    std::memcpy(&expected[block.target - base(target_memory_)],
+                reinterpret_cast<const void*>(block.source), block.bytes);
   }
   EXPECT_EQ(target_memory_, expected);
 }
@@ -187,7 +223,8 @@ TEST_P(Plane, AfterARevokesFenceNothingLands) {
     const Token token{100 + round, 1};
     lend(10 + round, token, {0, 1, 2, 3, 4, 5, 6, 7});
     CopyPlan p = plan(0, 0, 8);
-    for (int i = 0; i < 32; ++i) p[0].runs.push_back(kvferry::Run{0, 0, 8});  // long enough to be caught midway
+    for (int i = 0; i < 32; ++i)
+      p[0].runs.push_back(kvferry::Run{0, 0, 8});  // long enough to be caught midway
     write(1 + round, {token, false}, p);
     for (std::uint64_t i = 0; i < round * 2; ++i) pair_->step(), pump();
     pair_->target().revoke(GrantId{10 + round}, FenceId{500 + round});
@@ -288,11 +325,12 @@ TEST_P(Plane, AWriteWithoutBytesCompletes) {
   EXPECT_EQ(wait_write(2).status.code(), Code::kInvalidArgument);
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, Plane,
-                         testing::Values(PlaneCase{"loopback", [] { return std::make_unique<LoopbackPair>(); }},
-                                         PlaneCase{"tcp", [] { return std::make_unique<TcpPair>(); }},
-                                         PlaneCase{"sim", [] { return std::make_unique<SimPair>(); }}),
-                         [](const auto& param) { return param.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Every, Plane,
+    testing::Values(PlaneCase{"loopback", [] { return std::make_unique<LoopbackPair>(); }},
+                    PlaneCase{"tcp", [] { return std::make_unique<TcpPair>(); }},
+                    PlaneCase{"sim", [] { return std::make_unique<SimPair>(); }}),
+    [](const auto& param) { return param.param.name; });
 
 }  // namespace
 }  // namespace kvferry::conformance

@@ -1,4 +1,5 @@
-// The bootstrap server under many idle connections and requests at once; endpoints over very many rooms.
+// The bootstrap server under many idle connections and requests at once; endpoints over very many
+// rooms.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
@@ -44,21 +45,26 @@ class Connection {
     to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     connected_ = fd_ >= 0 && connect(fd_, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0;
   }
-  Connection(Connection&& other) noexcept : fd_(std::exchange(other.fd_, -1)), connected_(other.connected_) {}
+  Connection(Connection&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), connected_(other.connected_) {}
   ~Connection() {
     if (fd_ >= 0) close(fd_);
   }
   [[nodiscard]] bool connected() const { return connected_; }
   // One request on the open connection; the whole answer, or nothing.
   std::string ask(const std::string& request) {
-    if (send(fd_, request.data(), request.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(request.size())) return "";
+    if (send(fd_, request.data(), request.size(), MSG_NOSIGNAL) !=
+        static_cast<ssize_t>(request.size()))
+      return "";
     std::string answer;
     char chunk[4096];
     for (;;) {
       const auto head = answer.find("\r\n\r\n");
       if (head != std::string::npos) {
         const auto length = answer.find("Content-Length: ");
-        if (length != std::string::npos && answer.size() >= head + 4 + std::stoul(answer.substr(length + 16))) return answer;
+        if (length != std::string::npos &&
+            answer.size() >= head + 4 + std::stoul(answer.substr(length + 16)))
+          return answer;
       }
       const ssize_t n = recv(fd_, chunk, sizeof chunk, 0);
       if (n <= 0) return "";
@@ -95,14 +101,18 @@ TEST(BootstrapLoad, IdleConnectionsAndRequestsAtOnceLoseNothing) {
     clients.emplace_back([&] {
       Connection connection((*server)->port());
       const std::string body = "{\"bootstrap_room\": 7, \"dp_rank\": 1}";
-      const std::string post = "POST /register_dp_rank HTTP/1.1\r\nHost: x\r\nContent-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body;
-      for (int i = 0; i < requests; ++i) answered += connection.ask(i % 2 == 0 ? post : kHealth).find(" 200 ") != std::string::npos ? 1 : 0;
+      const std::string post = "POST /register_dp_rank HTTP/1.1\r\nHost: x\r\nContent-Length: " +
+                               std::to_string(body.size()) + "\r\n\r\n" + body;
+      for (int i = 0; i < requests; ++i)
+        answered +=
+            connection.ask(i % 2 == 0 ? post : kHealth).find(" 200 ") != std::string::npos ? 1 : 0;
     });
   }
   for (std::thread& client : clients) client.join();
   const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   EXPECT_EQ(answered, 4 * requests);
-  for (Connection& connection : idle) ASSERT_NE(connection.ask(kHealth).find("200 OK"), std::string::npos);
+  for (Connection& connection : idle)
+    ASSERT_NE(connection.ask(kHealth).find("200 OK"), std::string::npos);
   std::cout << "[ load     ] 2000 idle connections, " << 4 * requests / seconds << " requests/s\n";
 }
 
@@ -111,10 +121,16 @@ TEST(BootstrapServerErrors, APortInUseIsNamedAndALargeBodyIsRefused) {
   ASSERT_TRUE(server.ok());
   const auto second = BootstrapServer::create("127.0.0.1", (*server)->port(), Settings{});
   ASSERT_FALSE(second.ok());
-  EXPECT_NE(second.status().message().find("127.0.0.1:" + std::to_string((*server)->port())), std::string::npos) << second.status().message();
+  EXPECT_NE(second.status().message().find("127.0.0.1:" + std::to_string((*server)->port())),
+            std::string::npos)
+      << second.status().message();
   Connection connection((*server)->port());
   const std::string body(3 << 20, 'x');
-  EXPECT_NE(connection.ask("PUT /route HTTP/1.1\r\nHost: x\r\nContent-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body).find(" 413 "), std::string::npos);
+  EXPECT_NE(connection
+                .ask("PUT /route HTTP/1.1\r\nHost: x\r\nContent-Length: " +
+                     std::to_string(body.size()) + "\r\n\r\n" + body)
+                .find(" 413 "),
+            std::string::npos);
   auto v6 = BootstrapServer::create("[::1]", 0, Settings{});
   EXPECT_TRUE(v6.ok()) << v6.status().to_string();
 }
@@ -125,13 +141,23 @@ std::size_t resident_kib() {
   statm >> size >> resident;
   return resident * 4;
 }
-std::size_t entries(const char* folder) { return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {})); }
+std::size_t entries(const char* folder) {
+  return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
+}
 
 TEST(Soak, OpeningAndClearingManyRoomsLeavesNothingBehind) {
   const std::uint64_t rooms = KVF_SANITIZED ? 4000 : 200000, warm_up = rooms / 10;
-  const plan::Geometry geometry{.name = "t", .layers = 1, .attention = {}, .kv_heads = 1, .key_head_bytes = 16, .value_head_bytes = 16, .dtype = DType::kBFloat16, .aux_bytes = {16}};
+  const plan::Geometry geometry{.name = "t",
+                                .layers = 1,
+                                .attention = {},
+                                .kv_heads = 1,
+                                .key_head_bytes = 16,
+                                .value_head_bytes = 16,
+                                .dtype = DType::kBFloat16,
+                                .aux_bytes = {16}};
   Layout source = plan::layout_of_rank(geometry, {}, 1, 8, 4), target = source;
-  std::vector<std::uint8_t> source_memory(plan::place_slabs(source, 0, 64), 7), target_memory(source_memory.size(), 0xEE);
+  std::vector<std::uint8_t> source_memory(plan::place_slabs(source, 0, 64), 7),
+      target_memory(source_memory.size(), 0xEE);
   plan::place_slabs(source, reinterpret_cast<std::uint64_t>(source_memory.data()), 64);
   plan::place_slabs(target, reinterpret_cast<std::uint64_t>(target_memory.data()), 64);
   auto server = BootstrapServer::create("127.0.0.1", 0, Settings{});
@@ -170,9 +196,11 @@ TEST(Soak, OpeningAndClearingManyRoomsLeavesNothingBehind) {
     auto sender = must([&] { return (*prefill)->open(RoomId{room}); });
     auto receiver = must([&] { return (*decode)->open(RoomId{room}, bootstrap); });
     if (room % 50 == 0) {  // one in fifty is moved to its end
-      ASSERT_TRUE(receiver->init().ok() && receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
+      ASSERT_TRUE(receiver->init().ok() &&
+                  receiver->send_metadata(std::vector<PageIndex>{1}, 0).ok());
       ASSERT_TRUE(sender->init(1, 0).ok() && sender->send(std::vector<PageIndex>{2}).ok());
-      while (!is_terminal(receiver->poll()) || !is_terminal(sender->poll())) std::this_thread::yield();
+      while (!is_terminal(receiver->poll()) || !is_terminal(sender->poll()))
+        std::this_thread::yield();
       succeeded += receiver->poll() == RoomState::kSuccess ? 1 : 0;
     }
     sender->clear();
@@ -180,10 +208,13 @@ TEST(Soak, OpeningAndClearingManyRoomsLeavesNothingBehind) {
   }
   EXPECT_EQ(succeeded, rooms / 50);
   // Everything that was posted has been served when an answer comes back.
-  EXPECT_NE((*prefill)->metrics().find("kvferry_prefill_rooms_open 0\n"), std::string::npos) << (*prefill)->metrics();
-  EXPECT_NE((*decode)->metrics().find("kvferry_decode_rooms_open 0\n"), std::string::npos) << (*decode)->metrics();
+  EXPECT_NE((*prefill)->metrics().find("kvferry_prefill_rooms_open 0\n"), std::string::npos)
+      << (*prefill)->metrics();
+  EXPECT_NE((*decode)->metrics().find("kvferry_decode_rooms_open 0\n"), std::string::npos)
+      << (*decode)->metrics();
   EXPECT_NE((*decode)->metrics().find("kvferry_decode_leases 0\n"), std::string::npos);
-  EXPECT_LE(entries("/proc/self/fd"), descriptors + 2);  // a call to the bootstrap server may be under way
+  EXPECT_LE(entries("/proc/self/fd"),
+            descriptors + 2);  // a call to the bootstrap server may be under way
   EXPECT_EQ(entries("/proc/self/task"), threads);
   if (!KVF_SANITIZED) {
     EXPECT_LE(resident_kib(), kib + 8192) << "resident size grew from " << kib << " KiB";

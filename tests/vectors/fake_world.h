@@ -10,7 +10,12 @@
 
 namespace kvferry::vectors {
 
-struct FakeWorld final : proto::ControlPort, proto::HttpPort, proto::MemoryPort, proto::RoomListener, proto::TracePort, DataPlane {
+struct FakeWorld final : proto::ControlPort,
+                         proto::HttpPort,
+                         proto::MemoryPort,
+                         proto::RoomListener,
+                         proto::TracePort,
+                         DataPlane {
   struct Sent {
     Address to;
     wire::Frames frames;
@@ -30,8 +35,12 @@ struct FakeWorld final : proto::ControlPort, proto::HttpPort, proto::MemoryPort,
 
   proto::Ports ports() { return {*this, *this, *this, *this, *this, *this, random}; }
 
-  void send(const Address& to, wire::Frames frames) override { sent.push_back({to, std::move(frames)}); }
-  void call(proto::CallId id, proto::HttpRequest request) override { calls.push_back({id, std::move(request)}); }
+  void send(const Address& to, wire::Frames frames) override {
+    sent.push_back({to, std::move(frames)});
+  }
+  void call(proto::CallId id, proto::HttpRequest request) override {
+    calls.push_back({id, std::move(request)});
+  }
   std::string load(std::uint64_t, std::size_t bytes) override { return std::string(bytes, 'a'); }
   void store(std::uint64_t address, const std::string& bytes) override { stored[address] = bytes; }
   void on_room(proto::UseId use, const proto::RoomView& view) override { views[use] = view; }

@@ -1,6 +1,7 @@
-// The managers against what the reference's threads and handles did. Each test states our rules as a small model over the input
-// (README of the vectors: terminal states stay, malformed messages are dropped, one agreed number of destinations, every
-// destination is told, distinct ranks are counted) and compares with the reference wherever no rule of ours applies.
+// The managers against what the reference's threads and handles did. Each test states our rules as
+// a small model over the input (README of the vectors: terminal states stay, malformed messages are
+// dropped, one agreed number of destinations, every destination is told, distinct ranks are
+// counted) and compares with the reference wherever no rule of ours applies.
 #include <algorithm>
 #include <iostream>
 #include <set>
@@ -25,9 +26,12 @@ constexpr Time kStart = Time(std::chrono::seconds(1000));
 const Address kServer{"127.0.0.1", 8998};
 
 // The reference never uses Transferring.
-int reference_state(RoomState state) { return state == RoomState::kTransferring ? 2 : static_cast<int>(state); }
+int reference_state(RoomState state) {
+  return state == RoomState::kTransferring ? 2 : static_cast<int>(state);
+}
 
-Slab pool(Component component, std::uint32_t layer, std::uint64_t base, std::uint64_t item, std::uint32_t count, std::uint32_t tokens = 1, plan::HeadRange heads = {0, 1}) {
+Slab pool(Component component, std::uint32_t layer, std::uint64_t base, std::uint64_t item,
+          std::uint32_t count, std::uint32_t tokens = 1, plan::HeadRange heads = {0, 1}) {
   Slab slab;
   slab.component = component;
   slab.layer = layer;
@@ -44,7 +48,9 @@ Slab pool(Component component, std::uint32_t layer, std::uint64_t base, std::uin
 }
 
 // A reference decode rank as seen by a prefill rank under test.
-wire::Frames registration(const std::string& session, const Address& reply, std::vector<std::uint64_t> kv, std::vector<std::uint64_t> aux, std::uint64_t item, std::uint32_t tp_rank, std::uint32_t tp_size) {
+wire::Frames registration(const std::string& session, const Address& reply,
+                          std::vector<std::uint64_t> kv, std::vector<std::uint64_t> aux,
+                          std::uint64_t item, std::uint32_t tp_rank, std::uint32_t tp_size) {
   wire::Register m;
   m.reply = reply;
   m.session_name = session;
@@ -55,7 +61,9 @@ wire::Frames registration(const std::string& session, const Address& reply, std:
   m.pools.kv_item_length = item;
   return *wire::encode_to_prefill(wire::Message(m), wire::Dialect::kSeed);
 }
-wire::Frames room_message(std::uint64_t room, const std::string& session, const Address& reply, std::vector<PageIndex> pages, std::optional<std::uint32_t> aux_row, std::uint32_t required, bool dummy = false) {
+wire::Frames room_message(std::uint64_t room, const std::string& session, const Address& reply,
+                          std::vector<PageIndex> pages, std::optional<std::uint32_t> aux_row,
+                          std::uint32_t required, bool dummy = false) {
   wire::Metadata m;
   m.room = RoomId{room};
   m.reply = reply;
@@ -68,12 +76,15 @@ wire::Frames room_message(std::uint64_t room, const std::string& session, const 
 }
 
 struct Prefill {
-  explicit Prefill(proto::PrefillSelf self, Settings s = {}) : settings(s), manager(std::move(self), settings, world.ports()) {}
+  explicit Prefill(proto::PrefillSelf self, Settings s = {})
+      : settings(s), manager(std::move(self), settings, world.ports()) {}
   static proto::PrefillSelf plain() {
     proto::PrefillSelf self;
     self.control = {"127.0.0.1", 7000};
     self.bootstrap = kServer;
-    self.layout.slabs = {pool(Component::kKey, 0, 0x100000, 64, 1 << 16), pool(Component::kValue, 0, 0x2000000, 64, 1 << 16), pool(Component::kAux, 0, 0x4000000, 32, 4096)};
+    self.layout.slabs = {pool(Component::kKey, 0, 0x100000, 64, 1 << 16),
+                         pool(Component::kValue, 0, 0x2000000, 64, 1 << 16),
+                         pool(Component::kAux, 0, 0x4000000, 32, 4096)};
     self.total_kv_heads = 1;
     self.stage_layers = 1;
     return self;
@@ -83,7 +94,10 @@ struct Prefill {
       const WriteSpec write = world.writes.front();
       done.push_back(write);
       world.writes.erase(world.writes.begin());
-      manager.on_completion({Completion::Kind::kWrite, static_cast<std::uint64_t>(write.id), ok ? Status() : Status(Code::kPeerLost, "engine"), true, bytes_of(write.plan)}, now);
+      manager.on_completion(
+          {Completion::Kind::kWrite, static_cast<std::uint64_t>(write.id),
+           ok ? Status() : Status(Code::kPeerLost, "engine"), true, bytes_of(write.plan)},
+          now);
     }
   }
   int state(UseId use) const { return reference_state(world.views.at(use).state); }
@@ -97,7 +111,8 @@ struct Prefill {
 
 TEST(Vector, UpdateStatus) {
   each_case("update_status", [](const Json& in, const Json& expected) {
-    // Failed and Success are final; in the reference a failed room can rise again, and a successful one fail.
+    // Failed and Success are final; in the reference a failed room can rise again, and a successful
+    // one fail.
     std::optional<RoomState> ours;
     if (!in.at("initial").is_null()) ours = static_cast<RoomState>(in["initial"].get<int>());
     bool was_final = ours && is_terminal(*ours);
@@ -105,7 +120,8 @@ TEST(Vector, UpdateStatus) {
       const auto update = static_cast<RoomState>(in["updates"][i].get<int>());
       const std::optional<RoomState> before = ours;
       if (!ours) {
-        if (update != RoomState::kFailed) ours = update;  // a late failure of a room that is not known is dropped
+        if (update != RoomState::kFailed)
+          ours = update;  // a late failure of a room that is not known is dropped
       } else {
         proto::move_to(*ours, update);
       }
@@ -130,7 +146,8 @@ TEST(Vector, WatermarkMessages) {
         continue;
       }
       Json seen = Json::object();
-      for (const auto& [session, mark] : p.manager.watermarks()) seen[session] = {mark.first, mark.second};
+      for (const auto& [session, mark] : p.manager.watermarks())
+        seen[session] = {mark.first, mark.second};
       EXPECT_EQ(seen, expected.at(i));
     }
   });
@@ -150,7 +167,8 @@ TEST(Vector, ManagerFlags) {
     EXPECT_EQ(p.manager.is_dummy_cp_rank(), expected.at("is_dummy_cp_rank").get<bool>());
     // With one CP rank the flag decides nothing.
     if (self.place.cp_size > 1) {
-      EXPECT_EQ(p.manager.all_cp_ranks(), expected.at("enable_all_cp_ranks_for_transfer").get<bool>());
+      EXPECT_EQ(p.manager.all_cp_ranks(),
+                expected.at("enable_all_cp_ranks_for_transfer").get<bool>());
     }
   });
 }
@@ -160,7 +178,8 @@ TEST(Vector, RegisterBuffers) {
   each_case("register_buffers", [&](const Json& in, const Json& expected) {
     Layout layout;
     const auto add = [&](Component component, const Json& pointers, const Json& lengths) {
-      for (std::uint32_t i = 0; i < pointers.size(); ++i) layout.slabs.push_back(pool(component, i, pointers[i], lengths.at(i), 1));
+      for (std::uint32_t i = 0; i < pointers.size(); ++i)
+        layout.slabs.push_back(pool(component, i, pointers[i], lengths.at(i), 1));
     };
     add(Component::kLatent, in.at("kv_data_ptrs"), in.at("kv_data_lens"));
     add(Component::kAux, in.at("aux_data_ptrs"), in.at("aux_data_lens"));
@@ -178,7 +197,8 @@ TEST(Vector, RegisterBuffers) {
     }
     EXPECT_EQ(ours, theirs);
   });
-  std::cout << "[ state    ] register_buffers: state pools of " << with_state << " cases are passed over\n";
+  std::cout << "[ state    ] register_buffers: state pools of " << with_state
+            << " cases are passed over\n";
 }
 
 TEST(Vector, SenderCtor) {
@@ -194,7 +214,8 @@ TEST(Vector, SenderCtor) {
     Settings settings;
     settings.force_query_dp_rank = in.at("force_query");
     Prefill p(self, settings);
-    const auto use = p.manager.open(RoomId{in.at("room").get<std::uint64_t>()}, {in.at("req_has_dp_rank").get<bool>()}, p.now);
+    const auto use = p.manager.open(RoomId{in.at("room").get<std::uint64_t>()},
+                                    {in.at("req_has_dp_rank").get<bool>()}, p.now);
     ASSERT_TRUE(use.ok());
     EXPECT_EQ(p.state(*use), expected.at("status"));
     EXPECT_EQ(p.world.views[*use].failure.status.ok(), expected.at("failure").is_null());
@@ -221,9 +242,12 @@ TEST(Vector, SenderChunks) {
     const auto use = p.manager.open(RoomId{5}, {}, p.now);
     EXPECT_EQ(p.state(*use), expected.at("initial_status"));
     const Address decode{"10.0.0.9", 5555};
-    p.manager.on_frames(registration("10.0.0.9:1", decode, {0x10000000, 0x20000000}, {0x30000000}, 64, 0, 1), p.now);
+    p.manager.on_frames(
+        registration("10.0.0.9:1", decode, {0x10000000, 0x20000000}, {0x30000000}, 64, 0, 1),
+        p.now);
     std::vector<PageIndex> target;
-    for (std::uint64_t i = 0; i < total; ++i) target.push_back(static_cast<PageIndex>(1000 + 2 * i));
+    for (std::uint64_t i = 0; i < total; ++i)
+      target.push_back(static_cast<PageIndex>(1000 + 2 * i));
     p.manager.on_frames(room_message(5, "10.0.0.9:1", decode, target, 3, 1), p.now);
     const std::uint32_t aux_row = in.at("aux_index");
     ASSERT_TRUE(p.manager.init(*use, total, aux_row, p.now).ok());
@@ -274,7 +298,8 @@ TEST(Vector, SenderChunks) {
   });
 }
 
-// --- the prefill rank's receiving thread --------------------------------------------------------------------------
+// --- the prefill rank's receiving thread
+// --------------------------------------------------------------------------
 
 TEST(Vector, PrefillBootstrapThread) {
   each_case("prefill_bootstrap_thread", [](const Json& in, const Json& expected) {
@@ -328,7 +353,8 @@ TEST(Vector, PrefillBootstrapThread) {
         differs = true;
         continue;
       }
-      if (const auto* r = std::get_if<wire::Register>(&*message)) registered.insert(r->session_name);
+      if (const auto* r = std::get_if<wire::Register>(&*message))
+        registered.insert(r->session_name);
       if (const auto* a = std::get_if<wire::Abort>(&*message)) {
         ++aborts;
         const auto it = model.find(value_of(a->room));
@@ -342,7 +368,8 @@ TEST(Vector, PrefillBootstrapThread) {
         }
         room.infos[m->session_name] = m->required_destinations;
         const std::uint32_t agreed = room.infos.begin()->second;
-        const bool one_number = std::all_of(room.infos.begin(), room.infos.end(), [&](const auto& i) { return i.second == agreed; });
+        const bool one_number = std::all_of(room.infos.begin(), room.infos.end(),
+                                            [&](const auto& i) { return i.second == agreed; });
         if (!one_number || room.infos.size() > agreed) {
           room.state = 0;
           differs = true;
@@ -355,10 +382,13 @@ TEST(Vector, PrefillBootstrapThread) {
     // Every abort is answered, where it came from.
     std::multiset<std::string> ours, theirs;
     for (const auto& sent : p.world.sent) {
-      if (sent.frames[0] == "ABORT_ACK") ours.insert("tcp://" + sent.to.host_port() + " " + sent.frames[1]);
+      if (sent.frames[0] == "ABORT_ACK")
+        ours.insert("tcp://" + sent.to.host_port() + " " + sent.frames[1]);
     }
     EXPECT_EQ(ours.size(), aborts);
-    for (const Json& sent : expected.at("messages_sent")) theirs.insert(sent.at("to").get<std::string>() + " " + sent.at("frames").at(1).get<std::string>());
+    for (const Json& sent : expected.at("messages_sent"))
+      theirs.insert(sent.at("to").get<std::string>() + " " +
+                    sent.at("frames").at(1).get<std::string>());
     if (malformed == malformed_before) {
       EXPECT_EQ(ours, theirs);
     }
@@ -375,23 +405,28 @@ TEST(Vector, PrefillBootstrapThread) {
         EXPECT_EQ(m.state, expected["request_status"][key]) << "room " << room;
       }
       if (!differs && expected.at("prefix_len").contains(key)) {
-        EXPECT_EQ(p.world.views[uses[room]].prefix_tokens, expected["prefix_len"][key].get<std::uint64_t>());
+        EXPECT_EQ(p.world.views[uses[room]].prefix_tokens,
+                  expected["prefix_len"][key].get<std::uint64_t>());
       }
     }
     if (malformed == malformed_before) {
-      EXPECT_EQ(Json(registered), Json(std::set<std::string>(expected.at("registered_sessions").begin(), expected["registered_sessions"].end())));
+      EXPECT_EQ(Json(registered),
+                Json(std::set<std::string>(expected.at("registered_sessions").begin(),
+                                           expected["registered_sessions"].end())));
     }
   });
 }
 
-// --- the transfer worker ------------------------------------------------------------------------------------------
+// --- the transfer worker
+// ------------------------------------------------------------------------------------------
 
 TEST(Vector, TransferWorker) {
   std::size_t with_state = 0, compared = 0;
   each_case("transfer_worker", [&](const Json& in, const Json& expected) {
     const Json& config = in.at("config");
     bool state = !config.at("state_types").empty();
-    for (const Json& chunk : in.at("chunks")) state = state || (!chunk.at("state_indices").is_null() && !chunk["state_indices"].empty());
+    for (const Json& chunk : in.at("chunks"))
+      state = state || (!chunk.at("state_indices").is_null() && !chunk["state_indices"].empty());
     if (state) {
       ++with_state;
       return;
@@ -399,9 +434,15 @@ TEST(Vector, TransferWorker) {
     proto::PrefillSelf self;
     self.control = {"127.0.0.1", 7000};
     self.bootstrap = kServer;
-    self.place = {.tp_rank = config.at("attn_tp_rank"), .tp_size = config.at("attn_tp_size"), .pp_rank = config.at("pp_rank"), .pp_size = config.at("pp_size"), .cp_rank = config.at("attn_cp_rank"), .cp_size = config.at("attn_cp_size")};
+    self.place = {.tp_rank = config.at("attn_tp_rank"),
+                  .tp_size = config.at("attn_tp_size"),
+                  .pp_rank = config.at("pp_rank"),
+                  .pp_size = config.at("pp_size"),
+                  .cp_rank = config.at("attn_cp_rank"),
+                  .cp_size = config.at("attn_cp_size")};
     self.attention = {config.at("is_mla"), config.at("is_hybrid_mla")};
-    const auto total = plan::resolve_total_kv_heads(config.at("total_kv_head_num"), config.at("kv_head_num"), self.place.tp_size);
+    const auto total = plan::resolve_total_kv_heads(config.at("total_kv_head_num"),
+                                                    config.at("kv_head_num"), self.place.tp_size);
     self.total_kv_heads = *total;
     const auto pointers = config.at("kv_data_ptrs").get<std::vector<std::uint64_t>>();
     const auto items = config.at("kv_item_lens").get<std::vector<std::uint64_t>>();
@@ -409,12 +450,19 @@ TEST(Vector, TransferWorker) {
     const std::uint32_t page = config.at("page_size");
     self.layout.page_tokens = page;
     self.stage_layers = static_cast<std::uint32_t>(latent ? pointers.size() : pointers.size() / 2);
-    const plan::HeadRange heads = latent ? plan::HeadRange{0, 1} : plan::heads_of_rank(*total, self.place.tp_size, self.place.tp_rank);
+    const plan::HeadRange heads =
+        latent ? plan::HeadRange{0, 1}
+               : plan::heads_of_rank(*total, self.place.tp_size, self.place.tp_rank);
     for (std::uint32_t i = 0; i < pointers.size(); ++i) {
-      const Component component = latent ? Component::kLatent : i < self.stage_layers ? Component::kKey : Component::kValue;
-      self.layout.slabs.push_back(pool(component, i % self.stage_layers, pointers[i], items[i], 1 << 20, page, heads));
+      const Component component = latent                  ? Component::kLatent
+                                  : i < self.stage_layers ? Component::kKey
+                                                          : Component::kValue;
+      self.layout.slabs.push_back(
+          pool(component, i % self.stage_layers, pointers[i], items[i], 1 << 20, page, heads));
     }
-    for (std::uint32_t i = 0; i < config.at("aux_data_ptrs").size(); ++i) self.layout.slabs.push_back(pool(Component::kAux, i, config["aux_data_ptrs"][i], config.at("aux_item_lens").at(i), 1 << 16));
+    for (std::uint32_t i = 0; i < config.at("aux_data_ptrs").size(); ++i)
+      self.layout.slabs.push_back(pool(Component::kAux, i, config["aux_data_ptrs"][i],
+                                       config.at("aux_item_lens").at(i), 1 << 16));
     Settings settings;
     settings.all_cp_ranks = true;  // a chunk in the worker's queue is meant for this rank
     Prefill p(self, settings);
@@ -422,24 +470,34 @@ TEST(Vector, TransferWorker) {
     // Who is registered, and where each session of each room listens.
     std::map<std::string, Address> reply;
     for (const auto& [room, infos] : in.at("transfer_infos").items()) {
-      for (const Json& info : infos) reply[info.at("session")] = {info.at("endpoint"), info.at("dst_port").get<std::uint16_t>()};
+      for (const Json& info : infos)
+        reply[info.at("session")] = {info.at("endpoint"), info.at("dst_port").get<std::uint16_t>()};
     }
     std::set<std::string> registered;
     bool sound = true, meet = true;
     for (const Json& r : in.at("registrations")) {
       const std::string session = r.at("session");
-      // Decode ranks that the mapping never sends here share no heads with this rank: the planner then has nothing to copy.
-      const std::uint32_t d = r.at("dst_attn_tp_size"), d_rank = r.at("dst_tp_rank").get<std::uint32_t>() % d, own = self.place.tp_rank, size = self.place.tp_size;
-      meet = meet && (latent || (size >= d ? own / (size / d) == d_rank : d_rank / (d / size) == own));
+      // Decode ranks that the mapping never sends here share no heads with this rank: the planner
+      // then has nothing to copy.
+      const std::uint32_t d = r.at("dst_attn_tp_size"),
+                          d_rank = r.at("dst_tp_rank").get<std::uint32_t>() % d,
+                          own = self.place.tp_rank, size = self.place.tp_size;
+      meet =
+          meet && (latent || (size >= d ? own / (size / d) == d_rank : d_rank / (d / size) == own));
       registered.insert(session);
       const auto kv = r.at("dst_kv_ptrs").get<std::vector<std::uint64_t>>();
       sound = sound && kv.size() >= pointers.size();
-      p.manager.on_frames(registration(session, reply[session], kv, r.at("dst_aux_ptrs").get<std::vector<std::uint64_t>>(), r.at("dst_kv_item_len"), r.at("dst_tp_rank"), r.at("dst_attn_tp_size")), p.now);
+      p.manager.on_frames(
+          registration(session, reply[session], kv,
+                       r.at("dst_aux_ptrs").get<std::vector<std::uint64_t>>(),
+                       r.at("dst_kv_item_len"), r.at("dst_tp_rank"), r.at("dst_attn_tp_size")),
+          p.now);
     }
     std::map<std::uint64_t, std::uint64_t> pages;  // of each room, from its chunks
     std::map<std::uint64_t, bool> has_last;
     for (const Json& chunk : in.at("chunks")) {
-      pages[chunk.at("room")] = std::max(pages[chunk["room"]], chunk.at("slice").at(1).get<std::uint64_t>());
+      pages[chunk.at("room")] =
+          std::max(pages[chunk["room"]], chunk.at("slice").at(1).get<std::uint64_t>());
       has_last[chunk["room"]] = has_last[chunk["room"]] || chunk.at("is_last").get<bool>();
     }
     std::map<std::uint64_t, UseId> uses;
@@ -448,7 +506,8 @@ TEST(Vector, TransferWorker) {
     for (const auto& [key, infos] : in.at("transfer_infos").items()) {
       const std::uint64_t room = std::stoull(key);
       const bool known = in.at("request_status").contains(key);
-      if (known && in["request_status"][key] != 2) sound = false;  // a room that has ended is over with us
+      if (known && in["request_status"][key] != 2)
+        sound = false;  // a room that has ended is over with us
       if (known) uses[room] = *p.manager.open(RoomId{room}, {}, p.now);
       if (!known) sound = false;
       dummy_only[room] = true;
@@ -466,9 +525,15 @@ TEST(Vector, TransferWorker) {
         }
         if (info.at("required_dst_info_num") != required) fault[room] = true;
         if (!dummy && !aux) continue;  // such a message is refused by the decoder
-        p.manager.on_frames(room_message(room, session, reply[session], dummy ? std::vector<PageIndex>{} : info.at("dst_kv_indices").get<std::vector<PageIndex>>(),
-                                         dummy ? std::nullopt : std::optional<std::uint32_t>(info["dst_aux_index"].get<std::uint32_t>()), info.at("required_dst_info_num"), dummy),
-                            p.now);
+        p.manager.on_frames(
+            room_message(
+                room, session, reply[session],
+                dummy ? std::vector<PageIndex>{}
+                      : info.at("dst_kv_indices").get<std::vector<PageIndex>>(),
+                dummy ? std::nullopt
+                      : std::optional<std::uint32_t>(info["dst_aux_index"].get<std::uint32_t>()),
+                info.at("required_dst_info_num"), dummy),
+            p.now);
       }
     }
     bool engine_fails = false;
@@ -488,18 +553,23 @@ TEST(Vector, TransferWorker) {
         }
         (void)p.manager.init(uses[room], pages[room] + (has_last[room] ? 0 : 1), row, p.now);
       }
-      (void)p.manager.send(uses[room], chunk.at("kv_indices").get<std::vector<PageIndex>>(), {}, p.now);
+      (void)p.manager.send(uses[room], chunk.at("kv_indices").get<std::vector<PageIndex>>(), {},
+                           p.now);
       while (!p.world.writes.empty()) {
         const WriteSpec write = p.world.writes.front();
         p.world.writes.erase(p.world.writes.begin());
         p.done.push_back(write);
         bool ok = true;  // the reference makes one call for the KV and one for the aux row
         for (std::size_t g = 0; g < write.plan.size(); ++g) {
-          const Json ret = next_ret < in["engine_rets"].size() ? in["engine_rets"][next_ret] : Json(0);
+          const Json ret =
+              next_ret < in["engine_rets"].size() ? in["engine_rets"][next_ret] : Json(0);
           ++next_ret;
           ok = ok && ret == 0;
         }
-        p.manager.on_completion({Completion::Kind::kWrite, static_cast<std::uint64_t>(write.id), ok ? Status() : Status(Code::kPeerLost, "engine"), true, bytes_of(write.plan)}, p.now);
+        p.manager.on_completion(
+            {Completion::Kind::kWrite, static_cast<std::uint64_t>(write.id),
+             ok ? Status() : Status(Code::kPeerLost, "engine"), true, bytes_of(write.plan)},
+            p.now);
       }
     }
     // What each room became and who was told.
@@ -524,15 +594,20 @@ TEST(Vector, TransferWorker) {
         EXPECT_TRUE(told_ok[room].empty());
         for (const std::string& to : told_failed[room]) EXPECT_EQ(told_failed[room].count(to), 1U);
         if (engine_fails && !fault[room]) {
-          EXPECT_EQ(told_failed[room], std::multiset<std::string>(real[room].begin(), real[room].end()));
+          EXPECT_EQ(told_failed[room],
+                    std::multiset<std::string>(real[room].begin(), real[room].end()));
         }
       }
     }
-    const bool any_fault = std::any_of(fault.begin(), fault.end(), [](const auto& f) { return f.second; });
-    const bool clean = sound && !any_fault && !engine_fails && in.at("failed_sessions").empty() && expected.at("worker_dies").is_null();
+    const bool any_fault =
+        std::any_of(fault.begin(), fault.end(), [](const auto& f) { return f.second; });
+    const bool clean = sound && !any_fault && !engine_fails && in.at("failed_sessions").empty() &&
+                       expected.at("worker_dies").is_null();
     if (!clean) return;
     ++compared;
-    for (const auto& [room, use] : uses) EXPECT_EQ(p.state(use), expected.at("request_status").at(std::to_string(room))) << "room " << room;
+    for (const auto& [room, use] : uses)
+      EXPECT_EQ(p.state(use), expected.at("request_status").at(std::to_string(room)))
+          << "room " << room;
     for (const Json& message : expected.at("messages")) {
       std::string line = message.at("to");
       for (const Json& frame : message.at("frames")) line += " " + frame.get<std::string>();
@@ -542,12 +617,16 @@ TEST(Vector, TransferWorker) {
     std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t>> our_bytes, their_bytes;
     for (const WriteSpec& write : p.done) {
       for (const plan::Block& b : plan::expand(write.plan)) {
-        for (std::uint64_t i = 0; i < b.bytes; ++i) our_bytes.emplace_back(write.to, b.source + i, b.target + i);
+        for (std::uint64_t i = 0; i < b.bytes; ++i)
+          our_bytes.emplace_back(write.to, b.source + i, b.target + i);
       }
     }
     for (const Json& call : expected.at("engine_calls")) {
       for (const Json& b : call.at("blocks")) {
-        for (std::uint64_t i = 0; i < b.at(2).get<std::uint64_t>(); ++i) their_bytes.emplace_back(call.at("session").get<std::string>(), b.at(0).get<std::uint64_t>() + i, b.at(1).get<std::uint64_t>() + i);
+        for (std::uint64_t i = 0; i < b.at(2).get<std::uint64_t>(); ++i)
+          their_bytes.emplace_back(call.at("session").get<std::string>(),
+                                   b.at(0).get<std::uint64_t>() + i,
+                                   b.at(1).get<std::uint64_t>() + i);
       }
     }
     std::sort(our_bytes.begin(), our_bytes.end());
@@ -558,24 +637,30 @@ TEST(Vector, TransferWorker) {
   });
   if (!IsSkipped()) {
     EXPECT_GT(compared, 0U);
-    std::cout << "[ compared ] transfer_worker: " << compared << " byte for byte; " << with_state << " with state components passed over\n";
+    std::cout << "[ compared ] transfer_worker: " << compared << " byte for byte; " << with_state
+              << " with state components passed over\n";
   }
 }
 
-// --- the decode rank ----------------------------------------------------------------------------------------------
+// --- the decode rank
+// ----------------------------------------------------------------------------------------------
 
 struct Decode {
-  explicit Decode(proto::DecodeSelf self, Settings s = {}) : settings(s), manager(std::move(self), settings, world.ports()) {}
+  explicit Decode(proto::DecodeSelf self, Settings s = {})
+      : settings(s), manager(std::move(self), settings, world.ports()) {}
   static proto::DecodeSelf plain() {
     proto::DecodeSelf self;
     self.control = {"127.0.0.1", 6000};
-    self.layout.slabs = {pool(Component::kKey, 0, 0x100000, 64, 1 << 16), pool(Component::kValue, 0, 0x2000000, 64, 1 << 16)};
+    self.layout.slabs = {pool(Component::kKey, 0, 0x100000, 64, 1 << 16),
+                         pool(Component::kValue, 0, 0x2000000, 64, 1 << 16)};
     self.session_name = "127.0.0.1:6001";
     self.total_kv_heads = 1;
     return self;
   }
-  // Answers calls as a server of the reference with this topology would: `rank` gives a rank's port, 0 for 404.
-  void serve(const wire::Topology& topology, const std::function<std::uint16_t(const std::string& path)>& rank) {
+  // Answers calls as a server of the reference with this topology would: `rank` gives a rank's
+  // port, 0 for 404.
+  void serve(const wire::Topology& topology,
+             const std::function<std::uint16_t(const std::string& path)>& rank) {
     while (!world.calls.empty()) {
       const FakeWorld::Call call = world.calls.front();
       world.calls.erase(world.calls.begin());
@@ -584,7 +669,8 @@ struct Decode {
       if (call.request.path.find("=-1") != std::string::npos) {
         response = {200, wire::to_json(topology)};
       } else if (call.request.path.starts_with("/route?")) {
-        if (const std::uint16_t port = rank(call.request.path); port != 0) response = {200, wire::to_json(Address{"127.0.0.1", port})};
+        if (const std::uint16_t port = rank(call.request.path); port != 0)
+          response = {200, wire::to_json(Address{"127.0.0.1", port})};
       }
       manager.on_http(call.id, response, now);
     }
@@ -606,14 +692,17 @@ TEST(Vector, DecodeThread) {
     std::vector<std::uint64_t> bases;
     for (std::uint32_t i = 0; i < aux.at("item_lens").size(); ++i) {
       bases.push_back(0x8000000 + i * 0x100000);
-      self.layout.slabs.push_back(pool(Component::kAux, i, bases.back(), aux["item_lens"][i], slots));
+      self.layout.slabs.push_back(
+          pool(Component::kAux, i, bases.back(), aux["item_lens"][i], slots));
     }
     Decode d(self);
     // The row that each room lends: that of the first aux message about it.
     std::map<std::uint64_t, std::uint32_t> row;
     for (const Json& raw : in.at("messages")) {
       const auto message = wire::decode_at_decode(frames_from_hex(raw));
-      if (const auto* m = message.ok() ? std::get_if<wire::AuxData>(&*message) : nullptr; m != nullptr && m->row < slots) row.emplace(value_of(m->room), m->row);
+      if (const auto* m = message.ok() ? std::get_if<wire::AuxData>(&*message) : nullptr;
+          m != nullptr && m->row < slots)
+        row.emplace(value_of(m->room), m->row);
     }
     struct Model {
       int state = 2;
@@ -640,16 +729,19 @@ TEST(Vector, DecodeThread) {
       if (m.state == 1) continue;
       ASSERT_TRUE(d.manager.init(*use, 0, d.now).ok());
       d.serve(topology, [](const std::string&) { return std::uint16_t{1000}; });
-      ASSERT_TRUE(d.manager.send_metadata(*use, {{1}, row.contains(room) ? row[room] : 0, 0}, d.now).ok());
+      ASSERT_TRUE(
+          d.manager.send_metadata(*use, {{1}, row.contains(room) ? row[room] : 0, 0}, d.now).ok());
       m.lent = true;
       if (m.state == 0) d.manager.abort(*use, Status(Code::kAborted, "before"), d.now);
       if (m.state == 4) {
-        for (std::uint32_t rank = 0; rank < m.required; ++rank) d.manager.on_frames({key, "4", std::to_string(rank)}, d.now);
+        for (std::uint32_t rank = 0; rank < m.required; ++rank)
+          d.manager.on_frames({key, "4", std::to_string(rank)}, d.now);
       }
       EXPECT_EQ(d.state(*use), m.state);
     }
     std::vector<std::string> memory;
-    for (const Json& length : aux.at("item_lens")) memory.emplace_back(length.get<std::size_t>() * slots, '\0');
+    for (const Json& length : aux.at("item_lens"))
+      memory.emplace_back(length.get<std::size_t>() * slots, '\0');
     std::uint64_t malformed = 0;
     bool differs = !expected.at("thread_dies").is_null();
     for (const Json& raw : in.at("messages")) {
@@ -666,7 +758,8 @@ TEST(Vector, DecodeThread) {
         if (it == model.end()) continue;
         Model& room = it->second;
         if (room.state == 0 || room.state == 4) {
-          differs = differs || m->state == RoomState::kFailed || room.state == 0;  // final states stay
+          differs =
+              differs || m->state == RoomState::kFailed || room.state == 0;  // final states stay
           continue;
         }
         if (m->state == RoomState::kFailed) room.state = 0;
@@ -681,7 +774,9 @@ TEST(Vector, DecodeThread) {
       }
       if (const auto* m = std::get_if<wire::AuxData>(&*message)) {
         const auto it = model.find(value_of(m->room));
-        const bool fits = it != model.end() && it->second.lent && it->second.state == 2 && m->buffer < memory.size() && m->row < slots && row[value_of(m->room)] == m->row &&
+        const bool fits = it != model.end() && it->second.lent && it->second.state == 2 &&
+                          m->buffer < memory.size() && m->row < slots &&
+                          row[value_of(m->room)] == m->row &&
                           m->bytes.size() == aux["item_lens"][m->buffer].get<std::size_t>();
         if (fits) {
           memory[m->buffer].replace(m->row * m->bytes.size(), m->bytes.size(), m->bytes);
@@ -694,14 +789,16 @@ TEST(Vector, DecodeThread) {
     for (const auto& [room, m] : model) {
       EXPECT_EQ(d.state(uses[room]), m.state) << "room " << room;
       if (!differs) {
-        EXPECT_EQ(m.state, expected.at("request_status").at(std::to_string(room))) << "room " << room;
+        EXPECT_EQ(m.state, expected.at("request_status").at(std::to_string(room)))
+            << "room " << room;
       }
     }
     std::vector<std::string> ours;
     for (std::size_t i = 0; i < memory.size(); ++i) {
       ours.emplace_back(memory[i].size(), '\0');
       for (const auto& [address, bytes] : d.world.stored) {
-        if (address >= bases[i] && address < bases[i] + memory[i].size()) ours[i].replace(address - bases[i], bytes.size(), bytes);
+        if (address >= bases[i] && address < bases[i] + memory[i].size())
+          ours[i].replace(address - bases[i], bytes.size(), bytes);
       }
       EXPECT_EQ(to_hex(ours[i]), to_hex(memory[i]));
       if (!differs) {
@@ -715,9 +812,12 @@ TEST(Vector, ReceiverSetup) {
   each_case("receiver_setup", [](const Json& in, const Json& expected) {
     const Json& info = in.at("prefill_info");
     const auto tp = info.at("target_tp_ranks").get<std::vector<std::uint32_t>>();
-    const std::size_t cp = info.at("target_cp_ranks").size(), pp = info.at("target_pp_ranks").size();
+    const std::size_t cp = info.at("target_cp_ranks").size(),
+                      pp = info.at("target_pp_ranks").size();
     // No topology leads to such a mapping.
-    if (pp == 0 || tp[0] % tp.size() != 0 || info.at("target_tp_rank").is_null() || !info.value("known", true)) return;
+    if (pp == 0 || tp[0] % tp.size() != 0 || info.at("target_tp_rank").is_null() ||
+        !info.value("known", true))
+      return;
     const auto ratio = static_cast<std::uint32_t>(tp.size());
     proto::DecodeSelf self = Decode::plain();
     self.place.tp_rank = tp[0] / ratio;
@@ -738,7 +838,8 @@ TEST(Vector, ReceiverSetup) {
     // The vector's ranks listen on ports that tell their place: read them off where they are given.
     const auto place_of = [](const std::string& path) {
       Json place = Json::array();
-      for (std::size_t at = path.find('='); at != std::string::npos; at = path.find('=', at + 1)) place.push_back(std::stoi(path.substr(at + 1)));
+      for (std::size_t at = path.find('='); at != std::string::npos; at = path.find('=', at + 1))
+        place.push_back(std::stoi(path.substr(at + 1)));
       return place;
     };
     std::vector<Json> lookups;
@@ -748,7 +849,8 @@ TEST(Vector, ReceiverSetup) {
       for (const Json& missing : in.at("missing")) {
         if (missing == place) return 0;
       }
-      return static_cast<std::uint16_t>(1000 + place[1].get<int>() * 100 + place[2].get<int>() * 10 + place[3].get<int>());
+      return static_cast<std::uint16_t>(1000 + place[1].get<int>() * 100 +
+                                        place[2].get<int>() * 10 + place[3].get<int>());
     };
     for (std::size_t i = 0; i < in.at("rooms").size(); ++i) {
       const Json& want = expected.at("rooms").at(i);
@@ -761,7 +863,8 @@ TEST(Vector, ReceiverSetup) {
       d.serve(topology, rank);
       EXPECT_EQ(d.state(*use), want.at("status"));
       // The same ranks in the same order; where one is missing the reference stops there.
-      for (std::size_t k = 0; k < want.at("lookups").size() && k < lookups.size() && i == 0; ++k) EXPECT_EQ(lookups[k], want["lookups"][k]);
+      for (std::size_t k = 0; k < want.at("lookups").size() && k < lookups.size() && i == 0; ++k)
+        EXPECT_EQ(lookups[k], want["lookups"][k]);
       if (in.at("missing").empty()) {
         EXPECT_EQ(lookups.size(), want.at("lookups").size());
       }
@@ -776,7 +879,8 @@ TEST(Vector, ReceiverSetup) {
       const auto sources = d.manager.sources(*use);
       if (sources.empty()) continue;  // no aux pool in this layout: refused above
       ASSERT_EQ(sources.size(), want.at("bootstrap_infos").size());
-      for (std::size_t k = 0; k < sources.size(); ++k) EXPECT_EQ(sources[k].dummy, want["bootstrap_infos"][k].at(2).get<bool>());
+      for (std::size_t k = 0; k < sources.size(); ++k)
+        EXPECT_EQ(sources[k].dummy, want["bootstrap_infos"][k].at(2).get<bool>());
     }
   });
 }
@@ -785,7 +889,8 @@ TEST(Vector, ParallelInfoChecks) {
   each_case("parallel_info_checks", [](const Json& in, const Json& expected) {
     proto::DecodeSelf self = Decode::plain();
     self.layout.page_tokens = in.at("decode").at("page_size");
-    self.layout.slabs = {pool(Component::kKey, 0, 0x100000, 64, 16, self.layout.page_tokens), pool(Component::kValue, 0, 0x200000, 64, 16, self.layout.page_tokens)};
+    self.layout.slabs = {pool(Component::kKey, 0, 0x100000, 64, 16, self.layout.page_tokens),
+                         pool(Component::kValue, 0, 0x200000, 64, 16, self.layout.page_tokens)};
     self.kv_cache_dtype = in["decode"].at("kv_cache_dtype");
     self.place.tp_size = in["decode"].at("attn_tp_size");
     Decode d(self);
@@ -798,15 +903,19 @@ TEST(Vector, ParallelInfoChecks) {
       d.world.calls.erase(d.world.calls.begin());
       proto::HttpResponse response{404, ""};
       if (call.request.path.find("=-1") != std::string::npos) response = {status, body};
-      if (call.request.path.find("=-1") == std::string::npos && call.request.path.starts_with("/route?")) response = {200, wire::to_json(Address{"127.0.0.1", 1000})};
+      if (call.request.path.find("=-1") == std::string::npos &&
+          call.request.path.starts_with("/route?"))
+        response = {200, wire::to_json(Address{"127.0.0.1", 1000})};
       d.manager.on_http(call.id, response, d.now);
     }
-    // Sizes are whole numbers of at least 1. A key that is not known is harmless only with a harmless value.
+    // Sizes are whole numbers of at least 1. A key that is not known is harmless only with a
+    // harmless value.
     const Json& s = in["server_json"];
     bool sound = true;
     for (const char* key : {"attn_tp_size", "attn_cp_size", "pp_size", "dp_size"}) {
       if (!s.contains(key)) continue;
-      const bool whole = s[key].is_number_integer() || (s[key].is_string() && is_plain_number(s[key].get<std::string>()));
+      const bool whole = s[key].is_number_integer() ||
+                         (s[key].is_string() && is_plain_number(s[key].get<std::string>()));
       sound = sound && whole && s[key] != 0;
     }
     const bool reference_ok = expected.value("ok", false);
@@ -824,14 +933,17 @@ TEST(Vector, ParallelInfoChecks) {
   });
 }
 
-// --- the life of a handle -----------------------------------------------------------------------------------------
+// --- the life of a handle
+// -----------------------------------------------------------------------------------------
 
 TEST(Vector, SenderReceiverLifecycle) {
   each_case("sender_receiver_lifecycle", [](const Json& in, const Json& expected) {
     const bool sender = in.at("side") == "sender";
     Settings settings;
-    settings.bootstrap_timeout = settings.waiting_timeout = std::chrono::seconds(in.at("timeout_s").get<int>());
-    // The room in the state of the vector. What the reference sets from outside (set:N) is not possible with us.
+    settings.bootstrap_timeout = settings.waiting_timeout =
+        std::chrono::seconds(in.at("timeout_s").get<int>());
+    // The room in the state of the vector. What the reference sets from outside (set:N) is not
+    // possible with us.
     if (in.at("status_in_manager").is_null()) return;
     const int initial = in["status_in_manager"];
     Prefill p(Prefill::plain(), settings);
@@ -840,10 +952,14 @@ TEST(Vector, SenderReceiverLifecycle) {
     const Address decode{"10.0.0.9", 5555};
     if (sender) {
       use = *p.manager.open(RoomId{5}, {}, p.now);
-      p.manager.on_frames(registration("10.0.0.9:1", decode, {0x10000000, 0x20000000}, {0x30000000}, 64, 0, 1), p.now);
-      if (initial >= 2) p.manager.on_frames(room_message(5, "10.0.0.9:1", decode, {4}, 0, 1), p.now);
+      p.manager.on_frames(
+          registration("10.0.0.9:1", decode, {0x10000000, 0x20000000}, {0x30000000}, 64, 0, 1),
+          p.now);
+      if (initial >= 2)
+        p.manager.on_frames(room_message(5, "10.0.0.9:1", decode, {4}, 0, 1), p.now);
       if (initial >= 3) {
-        ASSERT_TRUE(p.manager.init(use, 1, 0, p.now).ok() && p.manager.send(use, {1}, {}, p.now).ok());
+        ASSERT_TRUE(p.manager.init(use, 1, 0, p.now).ok() &&
+                    p.manager.send(use, {1}, {}, p.now).ok());
       }
       if (initial == 4) p.complete_all();
       if (initial == 0) p.manager.abort(use, Status(Code::kAborted, "boom"), p.now);
@@ -862,7 +978,9 @@ TEST(Vector, SenderReceiverLifecycle) {
       if (initial == 4) d.manager.on_frames({"5", "4", "0"}, d.now);
       if (initial == 0) d.manager.abort(use, Status(Code::kAborted, "boom"), d.now);
     }
-    const auto state = [&] { return sender ? p.world.views.at(use).state : d.world.views.at(use).state; };
+    const auto state = [&] {
+      return sender ? p.world.views.at(use).state : d.world.views.at(use).state;
+    };
     if (initial != 3) {
       EXPECT_EQ(reference_state(state()), initial);
     }
@@ -889,9 +1007,11 @@ TEST(Vector, SenderReceiverLifecycle) {
         if (!sender) d.manager.clear(use, later);
         cleared = true;
       } else if (op == "poll" && !cleared && !expected.at(i).contains("raises")) {
-        // The reference times out Bootstrapping on the sender and WaitingForInput on the receiver; we also a receiver that is not
-        // served at all. It also turns Success into Failed by a later abort.
-        const bool receiver_bootstrapping = !sender && initial == 1 && age >= in["timeout_s"].get<double>();
+        // The reference times out Bootstrapping on the sender and WaitingForInput on the receiver;
+        // we also a receiver that is not served at all. It also turns Success into Failed by a
+        // later abort.
+        const bool receiver_bootstrapping =
+            !sender && initial == 1 && age >= in["timeout_s"].get<double>();
         const bool waits_for_engine = sender && initial == 2;
         if (is_terminal(before)) {
           EXPECT_EQ(state(), before);
@@ -900,7 +1020,8 @@ TEST(Vector, SenderReceiverLifecycle) {
         }
       }
     }
-    if (age >= in["timeout_s"].get<double>() && ((sender && initial == 1) || (!sender && initial == 2))) {
+    if (age >= in["timeout_s"].get<double>() &&
+        ((sender && initial == 1) || (!sender && initial == 2))) {
       EXPECT_EQ(state(), RoomState::kFailed);
     }
   });

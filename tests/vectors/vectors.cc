@@ -32,7 +32,8 @@ Json load(const std::string& file) {
   return json;
 }
 
-void each_case(const std::string& file, const std::function<void(const Json&, const Json&)>& check) {
+void each_case(const std::string& file,
+               const std::function<void(const Json&, const Json&)>& check) {
   known_files().insert(file);
   const Json json = load(file);
   if (json.is_null()) GTEST_SKIP() << file << " is absent";
@@ -40,7 +41,9 @@ void each_case(const std::string& file, const std::function<void(const Json&, co
   std::size_t number = 0;
   for (const Json& one : json) {
     ++number;
-    ASSERT_TRUE(one.is_object() && one.contains("name") && one.contains("input") && one.contains("expected")) << file << ": case " << number << " lacks name, input or expected";
+    ASSERT_TRUE(one.is_object() && one.contains("name") && one.contains("input") &&
+                one.contains("expected"))
+        << file << ": case " << number << " lacks name, input or expected";
     SCOPED_TRACE(file + ": " + one["name"].get<std::string>());
     try {
       check(one["input"], one["expected"]);
@@ -53,7 +56,8 @@ void each_case(const std::string& file, const std::function<void(const Json&, co
 
 std::string from_hex(const std::string& hex) {
   std::string bytes;
-  for (std::size_t i = 0; i + 1 < hex.size(); i += 2) bytes.push_back(static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16)));
+  for (std::size_t i = 0; i + 1 < hex.size(); i += 2)
+    bytes.push_back(static_cast<char>(std::stoi(hex.substr(i, 2), nullptr, 16)));
   return bytes;
 }
 
@@ -69,7 +73,9 @@ std::string to_hex(const std::string& bytes) {
 
 std::vector<std::string> frames_from_hex(const Json& list) {
   std::vector<std::string> frames;
-  for (const Json& frame : list) frames.push_back(from_hex(frame.is_object() ? frame.at("hex").get<std::string>() : frame.get<std::string>()));
+  for (const Json& frame : list)
+    frames.push_back(from_hex(frame.is_object() ? frame.at("hex").get<std::string>()
+                                                : frame.get<std::string>()));
   return frames;
 }
 
@@ -87,16 +93,41 @@ bool is_plain_number(const std::string& text, std::uint64_t most) {
 // A folder without any vectors is a failure; names for which there is no test are listed.
 TEST(Vector, FolderHoldsVectors) {
   ASSERT_TRUE(fs::is_directory(folder())) << folder() << " is no folder";
-  static const std::set<std::string> kTested = {
-      "wire_register_encode", "wire_register_decode", "wire_transfer_info_encode", "wire_transfer_info_decode", "wire_small_messages", "pack_int_lists", "unpack_int_lists",
-      "watermark_messages", "group_concurrent_contiguous", "send_kvcache", "send_kvcache_slice", "compute_head_slice_params", "send_aux", "rank_mapping", "mha_kv_ptrs_with_pp",
-      "resolve_total_kv_heads", "decode_thread", "prefill_bootstrap_thread", "transfer_worker", "update_status", "sender_ctor", "sender_chunks", "sender_receiver_lifecycle",
-      "receiver_setup", "parallel_info_checks", "manager_flags", "network_address", "register_buffers", "bootstrap_registration"};
+  static const std::set<std::string> kTested = {"wire_register_encode",
+                                                "wire_register_decode",
+                                                "wire_transfer_info_encode",
+                                                "wire_transfer_info_decode",
+                                                "wire_small_messages",
+                                                "pack_int_lists",
+                                                "unpack_int_lists",
+                                                "watermark_messages",
+                                                "group_concurrent_contiguous",
+                                                "send_kvcache",
+                                                "send_kvcache_slice",
+                                                "compute_head_slice_params",
+                                                "send_aux",
+                                                "rank_mapping",
+                                                "mha_kv_ptrs_with_pp",
+                                                "resolve_total_kv_heads",
+                                                "decode_thread",
+                                                "prefill_bootstrap_thread",
+                                                "transfer_worker",
+                                                "update_status",
+                                                "sender_ctor",
+                                                "sender_chunks",
+                                                "sender_receiver_lifecycle",
+                                                "receiver_setup",
+                                                "parallel_info_checks",
+                                                "manager_flags",
+                                                "network_address",
+                                                "register_buffers",
+                                                "bootstrap_registration"};
   std::size_t files = 0;
   for (const auto& entry : fs::directory_iterator(folder())) {
     if (entry.path().extension() != ".json") continue;
     ++files;
-    if (!kTested.contains(entry.path().stem().string())) std::cout << "[ untested ] " << entry.path().filename().string() << "\n";
+    if (!kTested.contains(entry.path().stem().string()))
+      std::cout << "[ untested ] " << entry.path().filename().string() << "\n";
   }
   EXPECT_GT(files, 0U) << "no vectors in " << folder();
 }

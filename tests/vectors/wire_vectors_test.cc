@@ -23,7 +23,9 @@ bool all_within(const Json& lists, std::int64_t least, std::uint64_t most) {
   for (const Json& list : lists) {
     for (const Json& item : list) {
       if (item.is_number_float()) return false;
-      if (item.is_number_unsigned() ? item.get<std::uint64_t>() > most : item.get<std::int64_t>() < least) return false;
+      if (item.is_number_unsigned() ? item.get<std::uint64_t>() > most
+                                    : item.get<std::int64_t>() < least)
+        return false;
     }
   }
   return true;
@@ -32,11 +34,16 @@ bool all_within(const Json& lists, std::int64_t least, std::uint64_t most) {
 TEST(Vector, PackIntLists) {
   each_case("pack_int_lists", [](const Json& in, const Json& expected) {
     const std::string format = in.at("fmt");
-    // An element that the format cannot carry never becomes a list of ours: it is refused where it enters.
-    const bool fits = format == "Q" ? all_within(in["lists"], 0, ~std::uint64_t{0}) : format == "I" ? all_within(in["lists"], 0, 0xFFFFFFFF) : all_within(in["lists"], -2147483648LL, 0x7FFFFFFF);
+    // An element that the format cannot carry never becomes a list of ours: it is refused where it
+    // enters.
+    const bool fits = format == "Q"   ? all_within(in["lists"], 0, ~std::uint64_t{0})
+                      : format == "I" ? all_within(in["lists"], 0, 0xFFFFFFFF)
+                                      : all_within(in["lists"], -2147483648LL, 0x7FFFFFFF);
     EXPECT_EQ(fits, !expected.contains("raises"));
     if (!fits) return;
-    const std::string bytes = format == "Q" ? pack(lists_of<std::uint64_t>(in["lists"])) : format == "I" ? pack(lists_of<std::uint32_t>(in["lists"])) : pack(lists_of<std::int32_t>(in["lists"]));
+    const std::string bytes = format == "Q"   ? pack(lists_of<std::uint64_t>(in["lists"]))
+                              : format == "I" ? pack(lists_of<std::uint32_t>(in["lists"]))
+                                              : pack(lists_of<std::int32_t>(in["lists"]));
     EXPECT_EQ(to_hex(bytes), expected.at("hex"));
   });
 }
@@ -47,12 +54,19 @@ TEST(Vector, UnpackIntLists) {
     const auto compare = [&](const auto& result) {
       if (!result.ok()) {
         if (expected.contains("raises")) return;
-        // The reference shortens a list whose end is missing; we refuse it. Then the claimed lengths are above what is there.
+        // The reference shortens a list whose end is missing; we refuse it. Then the claimed
+        // lengths are above what is there.
         std::uint64_t claimed = 0;
-        const auto u32 = [&](std::size_t at) { return static_cast<std::uint32_t>(static_cast<unsigned char>(bytes[at]) | static_cast<unsigned char>(bytes[at + 1]) << 8 | static_cast<unsigned char>(bytes[at + 2]) << 16) | static_cast<std::uint32_t>(static_cast<unsigned char>(bytes[at + 3])) << 24; };
+        const auto u32 = [&](std::size_t at) {
+          return static_cast<std::uint32_t>(static_cast<unsigned char>(bytes[at]) |
+                                            static_cast<unsigned char>(bytes[at + 1]) << 8 |
+                                            static_cast<unsigned char>(bytes[at + 2]) << 16) |
+                 static_cast<std::uint32_t>(static_cast<unsigned char>(bytes[at + 3])) << 24;
+        };
         const std::uint32_t count = u32(0);
         for (std::uint32_t i = 0; i < count; ++i) claimed += u32(4 + std::size_t{i} * 4);
-        EXPECT_GT(4 + 4 * std::uint64_t{count} + claimed, bytes.size()) << "refused without reason: " << result.status().to_string();
+        EXPECT_GT(4 + 4 * std::uint64_t{count} + claimed, bytes.size())
+            << "refused without reason: " << result.status().to_string();
         return;
       }
       ASSERT_FALSE(expected.contains("raises")) << "accepted what the reference cannot read";
@@ -66,7 +80,8 @@ TEST(Vector, UnpackIntLists) {
 
 TEST(Vector, WireRegisterEncode) {
   each_case("wire_register_encode", [](const Json& in, const Json& expected) {
-    const bool fits = all_within(in.at("state_item_lens"), 0, 0xFFFFFFFF) && all_within(in.at("state_dim_per_tensor"), 0, 0xFFFFFFFF);
+    const bool fits = all_within(in.at("state_item_lens"), 0, 0xFFFFFFFF) &&
+                      all_within(in.at("state_dim_per_tensor"), 0, 0xFFFFFFFF);
     EXPECT_EQ(fits, !expected.contains("raises"));
     if (!fits) return;
     Register m;
@@ -80,10 +95,12 @@ TEST(Vector, WireRegisterEncode) {
     m.pools.kv_item_length = in.at("kv_item_lens").at(0);
     m.pools.state_item_lengths = lists_of<std::uint32_t>(in.at("state_item_lens"));
     m.pools.state_dims = lists_of<std::uint32_t>(in.at("state_dim_per_tensor"));
-    if (!in.at("staging").is_null()) m.staging = StagingRegion{in["staging"].at("base_ptr"), in["staging"].at("total_size")};
+    if (!in.at("staging").is_null())
+      m.staging = StagingRegion{in["staging"].at("base_ptr"), in["staging"].at("total_size")};
     const auto frames = encode_to_prefill(Message(m), Dialect::kSeed);
     ASSERT_TRUE(frames.ok());
-    const Json& want = expected.contains("frames") ? expected["frames"] : expected.at("messages").at(0).at("frames");
+    const Json& want = expected.contains("frames") ? expected["frames"]
+                                                   : expected.at("messages").at(0).at("frames");
     EXPECT_EQ(frames_to_hex(*frames), want);
   });
 }
@@ -96,9 +113,13 @@ TEST(Vector, WireRegisterDecode) {
       EXPECT_FALSE(message.ok());
       return;
     }
-    // What the reference accepts and we refuse: numbers that are no plain numbers of their range, a staging address that is none,
-    // and from 15 frames on the layout of 0.5.17 and later, where the surplus means something.
-    const bool numbers = is_plain_number(frames.at(2), 65535) && is_plain_number(frames.at(7), 0xFFFFFFFF) && is_plain_number(frames.at(8), 0xFFFFFFFF) && frames[8] != "0" && is_plain_number(frames.at(9));
+    // What the reference accepts and we refuse: numbers that are no plain numbers of their range, a
+    // staging address that is none, and from 15 frames on the layout of 0.5.17 and later, where the
+    // surplus means something.
+    const bool numbers = is_plain_number(frames.at(2), 65535) &&
+                         is_plain_number(frames.at(7), 0xFFFFFFFF) &&
+                         is_plain_number(frames.at(8), 0xFFFFFFFF) && frames[8] != "0" &&
+                         is_plain_number(frames.at(9));
     const bool staging = frames.size() != 14 || frames[12].empty() || frames[12].size() == 8;
     const bool old_layout = frames.size() <= 14;
     if (!numbers || !staging) {
@@ -132,7 +153,8 @@ TEST(Vector, WireRegisterDecode) {
 
 TEST(Vector, WireTransferInfoEncode) {
   each_case("wire_transfer_info_encode", [](const Json& in, const Json& expected) {
-    // Our lists are int32, and the reference cannot read a message without an aux row: both are refused where they enter.
+    // Our lists are int32, and the reference cannot read a message without an aux row: both are
+    // refused where they enter.
     const bool encodable = in.at("kv_dtype") == "int32";
     const Json& messages = expected.at("messages");
     for (std::size_t i = 0; i < in.at("infos").size(); ++i) {
@@ -157,7 +179,8 @@ TEST(Vector, WireTransferInfoEncode) {
       }
       ASSERT_TRUE(frames.ok());
       EXPECT_EQ(frames_to_hex(*frames), messages.at(i).at("frames"));
-      const Address to{std::string(without_brackets(info.at("rank_ip").get<std::string>())), info.at("rank_port").get<std::uint16_t>()};
+      const Address to{std::string(without_brackets(info.at("rank_ip").get<std::string>())),
+                       info.at("rank_port").get<std::uint16_t>()};
       EXPECT_EQ(messages[i].at("to"), "tcp://" + to.host_port());
     }
   });
@@ -172,9 +195,12 @@ TEST(Vector, WireTransferInfoDecode) {
       return;
     }
     const bool dummy = frames.at(4).empty() && frames.at(5).empty();
-    bool sound = is_plain_number(frames.at(0), kRoomMax) && is_plain_number(frames.at(2), 65535) && frames[2] != "0" && is_plain_number(frames.at(7), 0xFFFFFFFF) && frames[7] != "0" &&
-                 (dummy || is_plain_number(frames[5], 0x7FFFFFFF)) && (frames.size() < 9 || frames[8].empty() || is_plain_number(frames[8]));
-    for (const Json& page : expected.at("dst_kv_indices")) sound = sound && page.get<std::int64_t>() >= 0;
+    bool sound = is_plain_number(frames.at(0), kRoomMax) && is_plain_number(frames.at(2), 65535) &&
+                 frames[2] != "0" && is_plain_number(frames.at(7), 0xFFFFFFFF) &&
+                 frames[7] != "0" && (dummy || is_plain_number(frames[5], 0x7FFFFFFF)) &&
+                 (frames.size() < 9 || frames[8].empty() || is_plain_number(frames[8]));
+    for (const Json& page : expected.at("dst_kv_indices"))
+      sound = sound && page.get<std::int64_t>() >= 0;
     if (!sound) {
       EXPECT_FALSE(message.ok());
       return;
@@ -201,13 +227,25 @@ TEST(Vector, WireSmallMessages) {
     const RoomId room{f.at("room").get<std::uint64_t>()};
     Result<Frames> frames(Status(Code::kInternal, "kind " + kind + " is not known to the test"));
     if (kind == "STATUS") {
-      frames = encode_to_decode(Done{room, static_cast<RoomState>(f.at("status").get<int>()), f.at("prefill_rank"), {}, {}}, Dialect::kSeed);
+      frames = encode_to_decode(Done{room,
+                                     static_cast<RoomState>(f.at("status").get<int>()),
+                                     f.at("prefill_rank"),
+                                     {},
+                                     {}},
+                                Dialect::kSeed);
     } else if (kind == "AUX_DATA") {
-      frames = encode_to_decode(AuxData{room, f.at("buffer_index"), f.at("aux_index"), from_hex(f.at("data_hex")), {}}, Dialect::kSeed);
+      frames = encode_to_decode(
+          AuxData{room, f.at("buffer_index"), f.at("aux_index"), from_hex(f.at("data_hex")), {}},
+          Dialect::kSeed);
     } else if (kind == "CHUNK_READY") {
-      frames = encode_to_decode(ChunkReady{room, f.at("chunk_idx"), f.at("page_start"), f.at("num_pages"), f.at("session"), f.at("prefill_unique_rank")}, Dialect::kSeed);
+      frames = encode_to_decode(
+          ChunkReady{room, f.at("chunk_idx"), f.at("page_start"), f.at("num_pages"),
+                     f.at("session"), f.at("prefill_unique_rank")},
+          Dialect::kSeed);
     } else if (kind == "ABORT") {
-      frames = encode_to_prefill(Abort{room, {f.at("local_ip"), f.at("local_port").get<std::uint16_t>()}, {}, {}, {}}, Dialect::kSeed);
+      frames = encode_to_prefill(
+          Abort{room, {f.at("local_ip"), f.at("local_port").get<std::uint16_t>()}, {}, {}, {}},
+          Dialect::kSeed);
     } else if (kind == "ABORT_ACK") {
       frames = encode_to_decode(AbortAck{room, 3, {}, {}}, Dialect::kSeed);
     }
@@ -216,8 +254,8 @@ TEST(Vector, WireSmallMessages) {
   });
 }
 
-// wire/*.json: whole exchanges. Every control message must decode, and the encoder of that release's dialect must give the same
-// number and kind of frames for what was decoded.
+// wire/*.json: whole exchanges. Every control message must decode, and the encoder of that
+// release's dialect must give the same number and kind of frames for what was decoded.
 Dialect dialect_of(const std::string& stem, const Json& json) {
   if (json.contains("release")) return dialect_from_release(json["release"].get<std::string>());
   return stem.starts_with("wire_") ? Dialect::kSeed : Dialect::kUnknown;
@@ -239,11 +277,13 @@ TEST(Vector, WireCaptures) {
     const Dialect dialect = dialect_of(stem, json);
     for (const Json& event : json["events"]) {
       if (event.at("transport") != "zmq") {
-        if (event.value("method", "") == "PUT" && event.contains("request_body") && event["request_body"].is_object() && event.at("status") == 200) {
+        if (event.value("method", "") == "PUT" && event.contains("request_body") &&
+            event["request_body"].is_object() && event.at("status") == 200) {
           EXPECT_TRUE(parse_registration(event["request_body"].dump()).ok()) << stem;
         }
         if (event.contains("response_json") && event["response_json"].contains("attn_tp_size")) {
-          EXPECT_TRUE(parse_topology(event["response_json"].dump()).ok()) << stem << event["response_json"];
+          EXPECT_TRUE(parse_topology(event["response_json"].dump()).ok())
+              << stem << event["response_json"];
         }
         continue;
       }
@@ -253,9 +293,11 @@ TEST(Vector, WireCaptures) {
       const bool to_prefill = event.at("to").get<std::string>().starts_with("prefill");
       const auto message = to_prefill ? decode_at_prefill(frames) : decode_at_decode(frames);
       ASSERT_TRUE(message.ok()) << message.status().to_string();
-      const auto again = to_prefill ? encode_to_prefill(*message, dialect) : encode_to_decode(*message, dialect);
+      const auto again =
+          to_prefill ? encode_to_prefill(*message, dialect) : encode_to_decode(*message, dialect);
       ASSERT_TRUE(again.ok()) << again.status().to_string();
-      if (std::holds_alternative<AbortAck>(*message) && dialect != Dialect::kSeed && again->size() > frames.size()) {
+      if (std::holds_alternative<AbortAck>(*message) && dialect != Dialect::kSeed &&
+          again->size() > frames.size()) {
         ++staging_or_state;
         continue;
       }
@@ -263,21 +305,30 @@ TEST(Vector, WireCaptures) {
       // Byte for byte, but for what the release writes in more than one way.
       for (std::size_t i = 0; i < frames.size() && i < again->size(); ++i) {
         if (frames[i] == (*again)[i]) continue;
-        const bool empty_lists = frames[i].size() >= 4 && (*again)[i].empty();  // a packed list of empty lists
-        EXPECT_TRUE(empty_lists) << "frame " << i << ": " << to_hex(frames[i]) << " became " << to_hex((*again)[i]);
+        const bool empty_lists =
+            frames[i].size() >= 4 && (*again)[i].empty();  // a packed list of empty lists
+        EXPECT_TRUE(empty_lists) << "frame " << i << ": " << to_hex(frames[i]) << " became "
+                                 << to_hex((*again)[i]);
       }
     }
   }
   EXPECT_GT(files, 0U) << "no captures in " << folder_path;
-  std::cout << "[ cases    ] wire/: " << files << " captures, " << messages << " messages, " << staging_or_state << " acknowledgements in a shorter form\n";
+  std::cout << "[ cases    ] wire/: " << files << " captures, " << messages << " messages, "
+            << staging_or_state << " acknowledgements in a shorter form\n";
 }
 
-// --- bootstrap ----------------------------------------------------------------------------------------------------
+// --- bootstrap
+// ----------------------------------------------------------------------------------------------------
 
 TEST(Vector, BootstrapRegistration) {
   each_case("bootstrap_registration", [](const Json& in, const Json& expected) {
     RankRegistration r;
-    r.place = {.tp_rank = in.at("attn_tp_rank"), .tp_size = in.at("attn_tp_size"), .pp_rank = in.at("pp_rank"), .pp_size = in.at("pp_size"), .cp_rank = in.at("attn_cp_rank"), .cp_size = in.at("attn_cp_size")};
+    r.place = {.tp_rank = in.at("attn_tp_rank"),
+               .tp_size = in.at("attn_tp_size"),
+               .pp_rank = in.at("pp_rank"),
+               .pp_size = in.at("pp_size"),
+               .cp_rank = in.at("attn_cp_rank"),
+               .cp_size = in.at("attn_cp_size")};
     const Json& payload = expected.at("payload");
     r.place.dp_rank = payload.at("attn_dp_rank");
     r.place.dp_size = payload.at("attn_dp_size");
@@ -293,9 +344,10 @@ TEST(Vector, BootstrapRegistration) {
     const auto back = parse_registration(payload.dump());
     ASSERT_TRUE(back.ok()) << back.status().to_string();
     EXPECT_EQ(*back, r);
-    // Where it goes: the multi-node head's host, else the server's own; a wildcard host means this machine. Hosts compare without
-    // brackets ("[::]" is as much a wildcard as "::").
-    const std::string head = in.at("dist_init_addr").is_null() ? "" : in["dist_init_addr"].get<std::string>();
+    // Where it goes: the multi-node head's host, else the server's own; a wildcard host means this
+    // machine. Hosts compare without brackets ("[::]" is as much a wildcard as "::").
+    const std::string head =
+        in.at("dist_init_addr").is_null() ? "" : in["dist_init_addr"].get<std::string>();
     std::string host;
     if (!head.empty()) {
       const auto address = parse_address(head);
@@ -304,8 +356,12 @@ TEST(Vector, BootstrapRegistration) {
       host = std::string(without_brackets(in.at("host").get<std::string>()));
       if (is_wildcard(host)) host = is_ipv6(host) ? "::1" : "127.0.0.1";
     }
-    const bool bracketed_wildcard = head.empty() && in.at("host").get<std::string>().starts_with("[") && is_wildcard(in.at("host").get<std::string>());
-    const std::string url = "http://" + Address{host, in.at("bootstrap_port").get<std::uint16_t>()}.host_port() + "/route";
+    const bool bracketed_wildcard = head.empty() &&
+                                    in.at("host").get<std::string>().starts_with("[") &&
+                                    is_wildcard(in.at("host").get<std::string>());
+    const std::string url =
+        "http://" + Address{host, in.at("bootstrap_port").get<std::uint16_t>()}.host_port() +
+        "/route";
     if (!bracketed_wildcard) {
       EXPECT_EQ(url, expected.at("url"));
     }
@@ -323,12 +379,18 @@ TEST(Vector, HttpBootstrapCases) {
   for (const Json& one : json["cases"]) {
     ++number;
     SCOPED_TRACE(one.at("name").get<std::string>());
-    auto& server = servers[one.contains("server") && one["server"].is_string() ? one["server"].get<std::string>() : "default"];
+    auto& server = servers[one.contains("server") && one["server"].is_string()
+                               ? one["server"].get<std::string>()
+                               : "default"];
     if (!server) server = std::make_unique<proto::Directory>(settings, random);
     const Json& request = one.at("request");
     const Json& expected = one.at("response");
     const std::string method = request.at("method"), path = request.at("path");
-    const std::string body = request.contains("raw_body") && request["raw_body"].is_string() ? request["raw_body"].get<std::string>() : !request.contains("json") || request["json"].is_null() ? "" : request["json"].dump();
+    const std::string body = request.contains("raw_body") && request["raw_body"].is_string()
+                                 ? request["raw_body"].get<std::string>()
+                             : !request.contains("json") || request["json"].is_null()
+                                 ? ""
+                                 : request["json"].dump();
     if (body.size() > proto::kBodyBytesMax) {
       EXPECT_EQ(proto::Directory::too_large(body.size()).status, expected.at("status"));
       continue;
@@ -343,17 +405,21 @@ TEST(Vector, HttpBootstrapCases) {
     }
     const auto& response = std::get<proto::DirectoryResponse>(answer);
     int status = expected.at("status");
-    // Our rules over the input: what the reference answers with 500 is a bad request; so is a number that is none (blanks,
-    // underscores); a conflicting topology gets 409.
+    // Our rules over the input: what the reference answers with 500 is a bad request; so is a
+    // number that is none (blanks, underscores); a conflicting topology gets 409.
     const auto query_is_plain = [&] {
       const auto mark = path.find('?');
       if (mark == std::string::npos) return true;
-      return path.find_first_not_of("0123456789-abcdefghijklmnopqrstuvwxyz_=&", mark + 1) == std::string::npos && path.find("0_0") == std::string::npos;
+      return path.find_first_not_of("0123456789-abcdefghijklmnopqrstuvwxyz_=&", mark + 1) ==
+                 std::string::npos &&
+             path.find("0_0") == std::string::npos;
     };
     if (status == 500 || (status == 200 && !query_is_plain())) status = 400;
     if (conflict) status = 409;
-    // The reference counts registrations, so that it calls an instance complete whose ranks are not all there.
-    const bool ready_by_counting = status == 200 && method == "GET" && path.starts_with("/route") && response.status == 503;
+    // The reference counts registrations, so that it calls an instance complete whose ranks are not
+    // all there.
+    const bool ready_by_counting =
+        status == 200 && method == "GET" && path.starts_with("/route") && response.status == 503;
     if (ready_by_counting || (status == 404 && response.status == 503)) {
       EXPECT_NE(response.body.find("not fully registered"), std::string::npos);
       continue;
@@ -403,7 +469,8 @@ TEST(Vector, NetworkAddress) {
     // Ports in plain digits up to 65535, hosts that are not empty, IPv6 in brackets.
     const std::string port = text.substr(text.rfind(':') + 1);
     const std::string host = expected.at("host");
-    if (!is_plain_number(port, 65535) || host.empty() || (text.starts_with("[") && !is_ipv6(host)) || (is_ipv6(host) && !text.starts_with("["))) {
+    if (!is_plain_number(port, 65535) || host.empty() ||
+        (text.starts_with("[") && !is_ipv6(host)) || (is_ipv6(host) && !text.starts_with("["))) {
       EXPECT_FALSE(address.ok()) << text;
       return;
     }

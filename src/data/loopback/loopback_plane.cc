@@ -32,7 +32,8 @@ void LoopbackPlane::signal() const {
 
 Result<RegionId> LoopbackPlane::register_memory(std::span<const Region> regions) {
   for (const Region& region : regions) {
-    if (region.memory.kind != Memory::Kind::kHost) return Status(Code::kInvalidArgument, "the loopback plane reaches host memory only");
+    if (region.memory.kind != Memory::Kind::kHost)
+      return Status(Code::kInvalidArgument, "the loopback plane reaches host memory only");
   }
   const RegionId id{next_region_++};
   regions_.insert(id);
@@ -50,11 +51,13 @@ Status LoopbackPlane::grant(GrantSpec spec) {
 
 void LoopbackPlane::revoke(GrantId grant, FenceId fence) {
   {
-    // Slices are copied under this lock: when it is ours, none is under way, and none is begun without the grant.
+    // Slices are copied under this lock: when it is ours, none is under way, and none is begun
+    // without the grant.
     const std::lock_guard lock(fabric_.mutex_);
     grants_.remove(grant);
   }
-  completions_.push_back({Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
+  completions_.push_back(
+      {Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
   signal();
 }
 
@@ -62,7 +65,8 @@ void LoopbackPlane::write(WriteSpec spec) {
   const WriteId id = spec.id;
   auto& write = writes_[id] = std::make_unique<Write>(std::move(spec));
   turns_.push(write->spec.flow, write.get());
-  if (!is_walkable(write->spec.plan)) return finish(id, Status(Code::kInvalidArgument, "a lane or run of size 0"));
+  if (!is_walkable(write->spec.plan))
+    return finish(id, Status(Code::kInvalidArgument, "a lane or run of size 0"));
   signal();
 }
 
@@ -76,7 +80,8 @@ void LoopbackPlane::forget(const PlaneAddress& peer, FenceId fence) {
     if (write->spec.to == peer) ids.push_back(id);
   }
   for (const WriteId id : ids) finish(id, Status(Code::kAborted, "peer forgotten"));
-  completions_.push_back({Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
+  completions_.push_back(
+      {Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
   signal();
 }
 
@@ -85,18 +90,22 @@ void LoopbackPlane::finish(WriteId id, Status status) {
   const std::uint64_t bytes = status.ok() ? it->second->total : 0;
   turns_.remove(it->second->spec.flow, it->second.get());
   writes_.erase(it);
-  completions_.push_back({Completion::Kind::kWrite, static_cast<std::uint64_t>(id), std::move(status), true, bytes});
+  completions_.push_back(
+      {Completion::Kind::kWrite, static_cast<std::uint64_t>(id), std::move(status), true, bytes});
   signal();
 }
 
 std::optional<Status> LoopbackPlane::step(Write& write) {
   const std::lock_guard lock(fabric_.mutex_);
   const auto it = fabric_.planes_.find(write.spec.to);
-  if (it == fabric_.planes_.end()) return Status(Code::kPeerLost, fmt::format("no plane answers to {}", write.spec.to));
-  KVF_RETURN_IF_ERROR(it->second->grants_.recheck(write.ticket, write.spec.authority, write.spec.plan));
-  write.cursor.advance(settings_.slice_bytes, [](std::uint64_t source, std::uint64_t target, std::uint64_t bytes) {
-    std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
-  });
+  if (it == fabric_.planes_.end())
+    return Status(Code::kPeerLost, fmt::format("no plane answers to {}", write.spec.to));
+  KVF_RETURN_IF_ERROR(
+      it->second->grants_.recheck(write.ticket, write.spec.authority, write.spec.plan));
+  write.cursor.advance(
+      settings_.slice_bytes, [](std::uint64_t source, std::uint64_t target, std::uint64_t bytes) {
+        std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
+      });
   if (write.cursor.left() > 0) return std::nullopt;
   return Status();
 }

@@ -1,5 +1,6 @@
-// Data plane inside one process: memcpy, in slices, under a lock that the planes of one fabric share. For tests, examples
-// and engines that run both sides in one process. Revoke is a fence; orphan_write_bound is 0.
+// Data plane inside one process: memcpy, in slices, under a lock that the planes of one fabric
+// share. For tests, examples and engines that run both sides in one process. Revoke is a fence;
+// orphan_write_bound is 0.
 #pragma once
 
 #include <map>

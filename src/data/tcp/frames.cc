@@ -16,7 +16,8 @@ void store(char* at, T value) {
 template <class T>
 T load(const char* at) {
   std::uint64_t value = 0;
-  for (std::size_t i = 0; i < sizeof(T); ++i) value |= std::uint64_t{static_cast<unsigned char>(at[i])} << (8 * i);
+  for (std::size_t i = 0; i < sizeof(T); ++i)
+    value |= std::uint64_t{static_cast<unsigned char>(at[i])} << (8 * i);
   return static_cast<T>(value);
 }
 template <class T>
@@ -49,7 +50,9 @@ class Reader {
 
 constexpr std::size_t kLaneBytes = 28, kRunBytes = 8;
 
-Status bad(std::string why) { return Status(Code::kProtocol, "tcp plane: " + std::move(why)); }
+Status bad(std::string why) {
+  return Status(Code::kProtocol, "tcp plane: " + std::move(why));
+}
 
 }  // namespace
 
@@ -89,7 +92,8 @@ Result<Token> decode_hello(std::string_view payload) {
 std::string encode_begin(const Authority& authority, const CopyPlan& plan) {
   std::string out;
   std::size_t size = 24;
-  for (const CopyGroup& group : plan) size += 8 + group.lanes.size() * kLaneBytes + group.runs.size() * kRunBytes;
+  for (const CopyGroup& group : plan)
+    size += 8 + group.lanes.size() * kLaneBytes + group.runs.size() * kRunBytes;
   out.reserve(size);
   put(out, static_cast<std::uint32_t>(authority.foreign ? 1 : 0));
   put(out, authority.token.high);
@@ -125,8 +129,10 @@ Result<Begin> decode_begin(std::string_view payload) {
   for (std::uint32_t g = 0; g < groups; ++g) {
     const auto lanes = in.get<std::uint32_t>();
     const auto runs = in.get<std::uint32_t>();
-    if (!in.ok() || std::uint64_t{lanes} * kLaneBytes + std::uint64_t{runs} * kRunBytes > in.left()) {
-      return bad(fmt::format("group {} of {} lanes and {} runs is longer than its frame", g, lanes, runs));
+    if (!in.ok() ||
+        std::uint64_t{lanes} * kLaneBytes + std::uint64_t{runs} * kRunBytes > in.left()) {
+      return bad(
+          fmt::format("group {} of {} lanes and {} runs is longer than its frame", g, lanes, runs));
     }
     CopyGroup& group = begin.plan.emplace_back();
     group.lanes.resize(lanes);
@@ -159,7 +165,8 @@ Status decode_done(std::string_view payload) {
   if (payload.empty()) return bad("an answer without a code");
   const auto code = static_cast<std::uint8_t>(payload[0]);
   if (code == 0) return {};
-  if (code > static_cast<std::uint8_t>(Code::kInternal)) return bad(fmt::format("an answer with code {}", code));
+  if (code > static_cast<std::uint8_t>(Code::kInternal))
+    return bad(fmt::format("an answer with code {}", code));
   return Status(static_cast<Code>(code), std::string(payload.substr(1)));
 }
 

@@ -2,8 +2,8 @@
 //
 //   frame := kind u8, zero u8[3], length u32, write u64, payload[length]
 //
-//   source -> target: Hello, Begin (authority and plan), Slice (the next bytes in plan order), Cancel
-//   target -> source: Done, CancelDone, Refused (of the whole connection)
+//   source -> target: Hello, Begin (authority and plan), Slice (the next bytes in plan order),
+//   Cancel target -> source: Done, CancelDone, Refused (of the whole connection)
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,15 @@
 
 namespace kvferry::data::tcp {
 
-enum class Kind : std::uint8_t { kHello = 1, kBegin = 2, kSlice = 3, kCancel = 4, kDone = 5, kCancelDone = 6, kRefused = 7 };
+enum class Kind : std::uint8_t {
+  kHello = 1,
+  kBegin = 2,
+  kSlice = 3,
+  kCancel = 4,
+  kDone = 5,
+  kCancelDone = 6,
+  kRefused = 7
+};
 
 struct Header {
   Kind kind{};
@@ -29,7 +37,8 @@ void store_header(char* to, Header header);  // kHeaderBytes
 // False: a kind that is not known.
 bool parse_header(const char* bytes, Header& header);
 
-// Hello: the target's life as the source knows it; zero when it knows none (peers without sessions).
+// Hello: the target's life as the source knows it; zero when it knows none (peers without
+// sessions).
 std::string encode_hello(Token life);
 Result<Token> decode_hello(std::string_view payload);
 

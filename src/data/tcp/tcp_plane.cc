@@ -37,12 +37,15 @@ using tcp::Kind;
 
 // Bytes that one connection may move before the others and the commands have their turn.
 constexpr std::size_t kTurnBytes = 1 << 20;
-constexpr std::size_t kReceiveBytes = 64 << 10;  // read, checked and scattered while it is in the first-level caches
+constexpr std::size_t kReceiveBytes =
+    64 << 10;  // read, checked and scattered while it is in the first-level caches
 constexpr int kLoopbackSocketBytes = 500000;
 constexpr std::size_t kAnswerBytesMax = 8 << 20;  // answers that a source leaves unread
 constexpr int kBacklog = 1024;
 
-std::string error_text(int error) { return std::strerror(error); }  // NOLINT: the I/O thread and create() only
+std::string error_text(int error) {
+  return std::strerror(error);
+}  // NOLINT: the I/O thread and create() only
 
 struct AddressList {
   addrinfo* list = nullptr;
@@ -60,21 +63,25 @@ Status resolve(const std::string& host, std::uint16_t port, bool passive, Addres
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE : 0);
   const int rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &out.list);
-  if (rc != 0) return Status(Code::kUnavailable, fmt::format("host '{}': {}", host, gai_strerror(rc)));
+  if (rc != 0)
+    return Status(Code::kUnavailable, fmt::format("host '{}': {}", host, gai_strerror(rc)));
   return {};
 }
 
 bool is_loopback(const sockaddr* address) {
-  if (address->sa_family == AF_INET) return (ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr) >> 24) == 127;
-  return address->sa_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+  if (address->sa_family == AF_INET)
+    return (ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr) >> 24) == 127;
+  return address->sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
 }
 
 void tune(int fd, const sockaddr* peer) {
   const int one = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
-  // On one host a bounded flight stays in the cache: rows of 256 B go from about 65 % to 80 % of a raw stream, of 64 KiB from 85 %
-  // to 95 % (docs/PERFORMANCE.md). Across hosts the kernel must be free to open the window.
+  // On one host a bounded flight stays in the cache: rows of 256 B go from about 65 % to 80 % of a
+  // raw stream, of 64 KiB from 85 % to 95 % (docs/PERFORMANCE.md). Across hosts the kernel must be
+  // free to open the window.
   if (is_loopback(peer)) {
     const int bytes = kLoopbackSocketBytes;
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
@@ -95,15 +102,23 @@ class TcpPlane::Engine {
     listener_ = socket(addresses.list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     const int one = 1;
     setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    if (listener_ < 0 || bind(listener_, addresses.list->ai_addr, addresses.list->ai_addrlen) != 0 || ::listen(listener_, kBacklog) != 0) {
-      return Status(Code::kUnavailable, fmt::format("tcp plane cannot listen on {}: {}", where, error_text(errno)));
+    if (listener_ < 0 ||
+        bind(listener_, addresses.list->ai_addr, addresses.list->ai_addrlen) != 0 ||
+        ::listen(listener_, kBacklog) != 0) {
+      return Status(Code::kUnavailable,
+                    fmt::format("tcp plane cannot listen on {}: {}", where, error_text(errno)));
     }
     sockaddr_storage bound{};
     socklen_t size = sizeof bound;
     getsockname(listener_, reinterpret_cast<sockaddr*>(&bound), &size);
-    const std::uint16_t port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
-    const std::string host = options.public_host.empty() ? options.listen_host : options.public_host;
-    if (is_wildcard(host)) return Status(Code::kInvalidArgument, fmt::format("tcp plane: {} is a wildcard; set the public host", host));
+    const std::uint16_t port =
+        ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
+                                          : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
+    const std::string host =
+        options.public_host.empty() ? options.listen_host : options.public_host;
+    if (is_wildcard(host))
+      return Status(Code::kInvalidArgument,
+                    fmt::format("tcp plane: {} is a wildcard; set the public host", host));
     session_name_ = Address{host, port}.host_port();
     address_ = "tcp/" + session_name_ + "/" + life_.to_string();
 
@@ -128,10 +143,19 @@ class TcpPlane::Engine {
   }
 
   struct Stop {};
-  struct RevokeCommand { GrantId grant{}; FenceId fence{}; };
-  struct CancelCommand { WriteId write{}; };
-  struct ForgetCommand { PlaneAddress peer; FenceId fence{}; };
-  using Command = std::variant<Stop, GrantSpec, RevokeCommand, WriteSpec, CancelCommand, ForgetCommand>;
+  struct RevokeCommand {
+    GrantId grant{};
+    FenceId fence{};
+  };
+  struct CancelCommand {
+    WriteId write{};
+  };
+  struct ForgetCommand {
+    PlaneAddress peer;
+    FenceId fence{};
+  };
+  using Command =
+      std::variant<Stop, GrantSpec, RevokeCommand, WriteSpec, CancelCommand, ForgetCommand>;
 
   void command(Command command) {
     {
@@ -165,12 +189,13 @@ class TcpPlane::Engine {
     PlanCursor cursor;
     std::uint64_t total;
     Connection* connection = nullptr;
-    bool begun = false;     // the target has heard of it
+    bool begun = false;      // the target has heard of it
     bool cancelled = false;  // the completion waits for the target's word
   };
   // A write of a peer, landing here.
   struct Incoming {
-    explicit Incoming(tcp::Begin b) : begin(std::move(b)), cursor(begin.plan), total(cursor.left()) {}
+    explicit Incoming(tcp::Begin b)
+        : begin(std::move(b)), cursor(begin.plan), total(cursor.left()) {}
     tcp::Begin begin;
     PlanCursor cursor;
     std::uint64_t total;
@@ -180,12 +205,12 @@ class TcpPlane::Engine {
   struct Connection {
     int fd = -1;
     bool outgoing = false, connecting = false, dead = false;
-    PlaneAddress peer;        // outgoing
+    PlaneAddress peer;  // outgoing
     std::string peer_text;
     std::uint32_t interest = 0;
     bool greeted = false;  // incoming: Hello was good
-    // Bytes that go before anything else; private, so no source is read through it. The vector only grows: out[out_done, out_end)
-    // is what waits.
+    // Bytes that go before anything else; private, so no source is read through it. The vector only
+    // grows: out[out_done, out_end) is what waits.
     std::vector<char> out;
     std::size_t out_done = 0, out_end = 0;
     [[nodiscard]] std::size_t waiting() const { return out_end - out_done; }
@@ -207,12 +232,14 @@ class TcpPlane::Engine {
     bool in_payload = false;
   };
 
-  // --- the thread -------------------------------------------------------------------------------------------------
+  // --- the thread
+  // -------------------------------------------------------------------------------------------------
   void run() {
     std::vector<epoll_event> events(256);
     receive_buffer_.resize(kReceiveBytes);
     while (!stopping_) {
-      const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), busy_ ? 0 : timeout());
+      const int n =
+          epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), busy_ ? 0 : timeout());
       busy_ = false;
       drain_commands();
       for (int i = 0; i < n && !stopping_; ++i) {
@@ -235,19 +262,22 @@ class TcpPlane::Engine {
   int timeout() const {
     const Time next = std::min(connect_deadlines_.next(), cancel_deadlines_.next());
     if (next == Time::max()) return -1;
-    const auto wait = std::chrono::duration_cast<std::chrono::milliseconds>(next - std::chrono::steady_clock::now());
+    const auto wait = std::chrono::duration_cast<std::chrono::milliseconds>(
+        next - std::chrono::steady_clock::now());
     return static_cast<int>(std::clamp<std::int64_t>(wait.count() + 1, 0, 1000));
   }
 
   void expire() {
     const Time now = std::chrono::steady_clock::now();
     while (const auto id = cancel_deadlines_.pop_due(now)) {
-      // The target has not answered. The source is read no more; what is under way lands only while its grant lives.
+      // The target has not answered. The source is read no more; what is under way lands only while
+      // its grant lives.
       finish(*id, Status(Code::kAborted, "cancelled; the target did not answer"), false);
     }
     while (const auto fd = connect_deadlines_.pop_due(now)) {
       for (const auto& connection : connections_) {
-        if (connection->fd == *fd && connection->connecting) break_off(*connection, "no connection within connect_timeout");
+        if (connection->fd == *fd && connection->connecting)
+          break_off(*connection, "no connection within connect_timeout");
       }
     }
   }
@@ -267,7 +297,8 @@ class TcpPlane::Engine {
 
   void handle(GrantSpec& spec) {
     const Status status = grants_.add(std::move(spec));
-    KVF_CHECK(status.ok(), status.message());  // checked by grant(): ids and tokens are never given twice
+    KVF_CHECK(status.ok(),
+              status.message());  // checked by grant(): ids and tokens are never given twice
   }
 
   void handle(RevokeCommand& c) {
@@ -279,7 +310,8 @@ class TcpPlane::Engine {
   void handle(WriteSpec& spec) {
     const WriteId id = spec.id;
     auto& write = writes_[id] = std::make_unique<Outgoing>(std::move(spec));
-    if (!is_walkable(write->spec.plan)) return finish(id, Status(Code::kInvalidArgument, "a lane or run of size 0"), true);
+    if (!is_walkable(write->spec.plan))
+      return finish(id, Status(Code::kInvalidArgument, "a lane or run of size 0"), true);
     auto connection = connection_to(write->spec.to);
     if (!connection.ok()) return finish(id, connection.status(), true);
     write->connection = *connection;
@@ -303,12 +335,14 @@ class TcpPlane::Engine {
 
   void handle(ForgetCommand& c) {
     for (const auto& connection : connections_) {
-      if (connection->outgoing && !connection->dead && connection->peer == c.peer) break_off(*connection, "peer forgotten");
+      if (connection->outgoing && !connection->dead && connection->peer == c.peer)
+        break_off(*connection, "peer forgotten");
     }
     complete({Completion::Kind::kFence, static_cast<std::uint64_t>(c.fence), {}, true, 0});
   }
 
-  // --- connections ------------------------------------------------------------------------------------------------
+  // --- connections
+  // ------------------------------------------------------------------------------------------------
   void watch(int fd, std::uint32_t interest, void* what) {
     epoll_event event{};
     event.events = interest;
@@ -327,7 +361,8 @@ class TcpPlane::Engine {
 
   Result<Connection*> connection_to(const PlaneAddress& peer) {
     for (const auto& connection : connections_) {
-      if (connection->outgoing && !connection->dead && connection->peer == peer) return connection.get();
+      if (connection->outgoing && !connection->dead && connection->peer == peer)
+        return connection.get();
     }
     // "tcp/host:port/life", or "host:port" of a peer whose life is not known.
     std::string where = peer;
@@ -336,16 +371,20 @@ class TcpPlane::Engine {
       const auto slash = peer.rfind('/');
       where = peer.substr(4, slash - 4);
       life = token_from_string(peer.substr(slash + 1));
-      if (slash <= 4 || life.is_zero()) return Status(Code::kInvalidArgument, fmt::format("'{}' is no address of a tcp plane", peer));
+      if (slash <= 4 || life.is_zero())
+        return Status(Code::kInvalidArgument,
+                      fmt::format("'{}' is no address of a tcp plane", peer));
     }
     const auto address = parse_address(where);
     if (!address.ok()) return address.status();
     AddressList addresses;
     KVF_RETURN_IF_ERROR(resolve(address->host, address->port, false, addresses));
     const int fd = socket(addresses.list->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd < 0) return Status(Code::kExhausted, fmt::format("socket for {}: {}", where, error_text(errno)));
+    if (fd < 0)
+      return Status(Code::kExhausted, fmt::format("socket for {}: {}", where, error_text(errno)));
     tune(fd, addresses.list->ai_addr);
-    if (connect(fd, addresses.list->ai_addr, addresses.list->ai_addrlen) != 0 && errno != EINPROGRESS) {
+    if (connect(fd, addresses.list->ai_addr, addresses.list->ai_addrlen) != 0 &&
+        errno != EINPROGRESS) {
       const int error = errno;
       close(fd);
       return Status(Code::kPeerLost, fmt::format("{}: {}", where, error_text(error)));
@@ -366,9 +405,11 @@ class TcpPlane::Engine {
     for (;;) {
       sockaddr_storage from{};
       socklen_t size = sizeof from;
-      const int fd = accept4(listener_, reinterpret_cast<sockaddr*>(&from), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
+      const int fd = accept4(listener_, reinterpret_cast<sockaddr*>(&from), &size,
+                             SOCK_NONBLOCK | SOCK_CLOEXEC);
       if (fd < 0) return;
-      const auto incoming = std::count_if(connections_.begin(), connections_.end(), [](const auto& c) { return !c->outgoing; });
+      const auto incoming = std::count_if(connections_.begin(), connections_.end(),
+                                          [](const auto& c) { return !c->outgoing; });
       if (static_cast<std::uint64_t>(incoming) >= settings_.sessions_max) {
         close(fd);
         continue;
@@ -377,7 +418,8 @@ class TcpPlane::Engine {
       auto& c = *connections_.emplace_back(std::make_unique<Connection>());
       c.fd = fd;
       char host[NI_MAXHOST] = "?", port[NI_MAXSERV] = "?";
-      getnameinfo(reinterpret_cast<sockaddr*>(&from), size, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV);
+      getnameinfo(reinterpret_cast<sockaddr*>(&from), size, host, sizeof host, port, sizeof port,
+                  NI_NUMERICHOST | NI_NUMERICSERV);
       c.peer_text = fmt::format("{}:{}", host, port);
       c.interest = EPOLLIN;
       watch(fd, c.interest, &c);
@@ -414,7 +456,8 @@ class TcpPlane::Engine {
     if (!c.dead) pump(c);
   }
 
-  // --- sending ----------------------------------------------------------------------------------------------------
+  // --- sending
+  // ----------------------------------------------------------------------------------------------------
   static void append_frame(Connection& c, Header header, std::string_view payload) {
     header.length = static_cast<std::uint32_t>(payload.size());
     tcp::store_header(c.extend(tcp::kHeaderBytes), header);
@@ -427,9 +470,11 @@ class TcpPlane::Engine {
     const auto id = static_cast<std::uint64_t>(write.spec.id);
     if (!write.begun) {
       write.begun = true;
-      append_frame(c, {Kind::kBegin, 0, id}, tcp::encode_begin(write.spec.authority, write.spec.plan));
+      append_frame(c, {Kind::kBegin, 0, id},
+                   tcp::encode_begin(write.spec.authority, write.spec.plan));
     }
-    const auto slice = static_cast<std::uint32_t>(std::min<std::uint64_t>(settings_.slice_bytes, write.cursor.left()));
+    const auto slice = static_cast<std::uint32_t>(
+        std::min<std::uint64_t>(settings_.slice_bytes, write.cursor.left()));
     if (slice > 0) {
       tcp::store_header(c.extend(tcp::kHeaderBytes), {Kind::kSlice, slice, id});
       char* to = c.extend(slice);
@@ -470,7 +515,8 @@ class TcpPlane::Engine {
     set_interest(c, EPOLLIN);
   }
 
-  // --- receiving --------------------------------------------------------------------------------------------------
+  // --- receiving
+  // --------------------------------------------------------------------------------------------------
   void receive(Connection& c) {
     std::size_t moved = 0;
     while (!c.dead && moved < kTurnBytes) {
@@ -484,7 +530,8 @@ class TcpPlane::Engine {
       moved += static_cast<std::size_t>(n);
       std::string_view bytes(receive_buffer_.data(), static_cast<std::size_t>(n));
       while (!bytes.empty() && !c.dead) parse(c, bytes);
-      if (static_cast<std::size_t>(n) < receive_buffer_.size()) return;  // level-triggered: more wakes us again
+      if (static_cast<std::size_t>(n) < receive_buffer_.size())
+        return;  // level-triggered: more wakes us again
     }
   }
 
@@ -501,12 +548,15 @@ class TcpPlane::Engine {
       c.payload.clear();
       if (!known) return break_off(c, "a frame of unknown kind");
       if (c.header.kind != Kind::kSlice && c.header.length > settings_.plan_bytes_max) {
-        return break_off(c, fmt::format("a frame of {} bytes is above plan_bytes_max", c.header.length));
+        return break_off(
+            c, fmt::format("a frame of {} bytes is above plan_bytes_max", c.header.length));
       }
       const bool from_source = c.header.kind <= Kind::kCancel;
       if (from_source == c.outgoing) return break_off(c, "a frame of the other direction");
-      if (!c.outgoing && !c.greeted && c.header.kind != Kind::kHello) return break_off(c, "no hello");
-      if (!c.outgoing && c.waiting() > kAnswerBytesMax) return break_off(c, "the peer does not read its answers");
+      if (!c.outgoing && !c.greeted && c.header.kind != Kind::kHello)
+        return break_off(c, "no hello");
+      if (!c.outgoing && c.waiting() > kAnswerBytesMax)
+        return break_off(c, "the peer does not read its answers");
       c.in_payload = true;
       c.payload_left = c.header.length;
     }
@@ -514,7 +564,8 @@ class TcpPlane::Engine {
     if (c.header.kind == Kind::kSlice) {
       if (n > 0) land(c, bytes.substr(0, n));
     } else {
-      c.payload.insert(c.payload.end(), bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(n));
+      c.payload.insert(c.payload.end(), bytes.begin(),
+                       bytes.begin() + static_cast<std::ptrdiff_t>(n));
     }
     bytes.remove_prefix(n);
     c.payload_left -= n;
@@ -537,24 +588,30 @@ class TcpPlane::Engine {
         c.greeted = true;
         return;
       }
-      case Kind::kBegin: return begin(c, payload);
+      case Kind::kBegin:
+        return begin(c, payload);
       case Kind::kCancel: {
         // Not there: it was answered for good already, and that answer ends it.
-        if (c.incoming.erase(c.header.write) > 0) append_frame(c, {Kind::kCancelDone, 0, c.header.write}, {});
+        if (c.incoming.erase(c.header.write) > 0)
+          append_frame(c, {Kind::kCancelDone, 0, c.header.write}, {});
         return;
       }
       case Kind::kDone: {
         if (!c.outgoing || !c.writes.contains(id)) return;  // cancelled and completed meanwhile
         Status status = tcp::decode_done(payload);
         const Outgoing& write = *writes_.at(id);
-        if (status.ok() && write.cursor.left() > 0) status = Status(Code::kProtocol, "the target says done before all was sent");
+        if (status.ok() && write.cursor.left() > 0)
+          status = Status(Code::kProtocol, "the target says done before all was sent");
         return finish(id, std::move(status), true);
       }
       case Kind::kCancelDone:
-        if (c.outgoing && c.writes.contains(id)) finish(id, Status(Code::kAborted, "cancelled"), true);
+        if (c.outgoing && c.writes.contains(id))
+          finish(id, Status(Code::kAborted, "cancelled"), true);
         return;
-      case Kind::kRefused: return break_off(c, std::string(payload.substr(0, 200)));
-      case Kind::kSlice: return;
+      case Kind::kRefused:
+        return break_off(c, std::string(payload.substr(0, 200)));
+      case Kind::kSlice:
+        return;
     }
   }
 
@@ -562,12 +619,14 @@ class TcpPlane::Engine {
     auto decoded = tcp::decode_begin(payload);
     if (!decoded.ok()) return break_off(c, decoded.status().message());
     if (c.incoming.size() >= settings_.writes_per_peer_max || c.incoming.contains(c.header.write)) {
-      return break_off(c, fmt::format("write {} is under way, or {} are (writes_per_peer_max)", c.header.write, c.incoming.size()));
+      return break_off(c, fmt::format("write {} is under way, or {} are (writes_per_peer_max)",
+                                      c.header.write, c.incoming.size()));
     }
     Incoming& write = c.incoming.emplace(c.header.write, std::move(*decoded)).first->second;
     Status lent = grants_.recheck(write.ticket, write.begin.authority, write.begin.plan);
     if (!lent.ok()) {
-      // The word of the grant may have overtaken the command that gives it: what was said first is done first.
+      // The word of the grant may have overtaken the command that gives it: what was said first is
+      // done first.
       drain_commands();
       lent = grants_.recheck(write.ticket, write.begin.authority, write.begin.plan);
     }
@@ -585,7 +644,8 @@ class TcpPlane::Engine {
     const auto it = c.incoming.find(c.header.write);
     if (it == c.incoming.end()) return;  // cancelled
     Incoming& write = it->second;
-    if (bytes.size() > write.cursor.left()) return break_off(c, fmt::format("write {} sends more than its plan", c.header.write));
+    if (bytes.size() > write.cursor.left())
+      return break_off(c, fmt::format("write {} sends more than its plan", c.header.write));
     if (!write.over) {
       const Status alive = grants_.recheck(write.ticket, write.begin.authority, write.begin.plan);
       if (!alive.ok()) answer(c, c.header.write, write, alive);
@@ -605,7 +665,8 @@ class TcpPlane::Engine {
     }
   }
 
-  // --- completions ------------------------------------------------------------------------------------------------
+  // --- completions
+  // ------------------------------------------------------------------------------------------------
   void finish(WriteId id, Status status, bool settled) {
     const auto it = writes_.find(id);
     if (it == writes_.end()) return;
@@ -617,7 +678,8 @@ class TcpPlane::Engine {
     cancel_deadlines_.clear(id);
     const std::uint64_t bytes = status.ok() ? write.total : 0;
     writes_.erase(it);
-    complete({Completion::Kind::kWrite, static_cast<std::uint64_t>(id), std::move(status), settled, bytes});
+    complete({Completion::Kind::kWrite, static_cast<std::uint64_t>(id), std::move(status), settled,
+              bytes});
   }
 
   void complete(Completion completion) {
@@ -656,7 +718,8 @@ class TcpPlane::Engine {
   const CopyFunction copy_ = landing_copy();
 };
 
-Result<std::unique_ptr<TcpPlane>> TcpPlane::create(const TcpPlaneOptions& options, const Settings& settings, Entropy& entropy) {
+Result<std::unique_ptr<TcpPlane>> TcpPlane::create(const TcpPlaneOptions& options,
+                                                   const Settings& settings, Entropy& entropy) {
   auto engine = std::make_unique<Engine>(settings, entropy.token());
   KVF_RETURN_IF_ERROR(engine->listen(options));
   return std::unique_ptr<TcpPlane>(new TcpPlane(std::move(engine)));
@@ -665,27 +728,47 @@ Result<std::unique_ptr<TcpPlane>> TcpPlane::create(const TcpPlaneOptions& option
 TcpPlane::TcpPlane(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}
 TcpPlane::~TcpPlane() = default;
 
-PlaneAddress TcpPlane::address() const { return engine_->address(); }
-std::string TcpPlane::session_name() const { return engine_->session_name(); }
+PlaneAddress TcpPlane::address() const {
+  return engine_->address();
+}
+std::string TcpPlane::session_name() const {
+  return engine_->session_name();
+}
 
 Result<RegionId> TcpPlane::register_memory(std::span<const Region> regions) {
   for (const Region& region : regions) {
-    if (region.memory.kind != Memory::Kind::kHost) return Status(Code::kInvalidArgument, "the tcp plane reaches host memory only");
+    if (region.memory.kind != Memory::Kind::kHost)
+      return Status(Code::kInvalidArgument, "the tcp plane reaches host memory only");
   }
   return RegionId{next_region_++};
 }
-Status TcpPlane::deregister_memory(RegionId) { return {}; }
+Status TcpPlane::deregister_memory(RegionId) {
+  return {};
+}
 
 Status TcpPlane::grant(GrantSpec spec) {
-  if (!spec.foreign && spec.token.is_zero()) return Status(Code::kInvalidArgument, "a grant for native writers needs a token");
+  if (!spec.foreign && spec.token.is_zero())
+    return Status(Code::kInvalidArgument, "a grant for native writers needs a token");
   engine_->command(std::move(spec));
   return {};
 }
-void TcpPlane::revoke(GrantId grant, FenceId fence) { engine_->command(Engine::RevokeCommand{grant, fence}); }
-void TcpPlane::write(WriteSpec spec) { engine_->command(std::move(spec)); }
-void TcpPlane::cancel(WriteId write) { engine_->command(Engine::CancelCommand{write}); }
-void TcpPlane::forget(const PlaneAddress& peer, FenceId fence) { engine_->command(Engine::ForgetCommand{peer, fence}); }
-std::size_t TcpPlane::poll(std::vector<Completion>& out) { return engine_->poll(out); }
-int TcpPlane::ready_fd() const { return engine_->ready_event(); }
+void TcpPlane::revoke(GrantId grant, FenceId fence) {
+  engine_->command(Engine::RevokeCommand{grant, fence});
+}
+void TcpPlane::write(WriteSpec spec) {
+  engine_->command(std::move(spec));
+}
+void TcpPlane::cancel(WriteId write) {
+  engine_->command(Engine::CancelCommand{write});
+}
+void TcpPlane::forget(const PlaneAddress& peer, FenceId fence) {
+  engine_->command(Engine::ForgetCommand{peer, fence});
+}
+std::size_t TcpPlane::poll(std::vector<Completion>& out) {
+  return engine_->poll(out);
+}
+int TcpPlane::ready_fd() const {
+  return engine_->ready_event();
+}
 
 }  // namespace kvferry::data

@@ -1,11 +1,13 @@
-// Data plane over TCP. The *target* places every byte, after checking it against what is lent at that moment, so revoke is a
-// fence and orphan_write_bound is 0.
+// Data plane over TCP. The *target* places every byte, after checking it against what is lent at
+// that moment, so revoke is a fence and orphan_write_bound is 0.
 //
-//   source: plan cursor ─ gather one slice into a cache-sized buffer ─ send      (the source is read while gathering only)
-//   target: receive into a cache-sized buffer ─ is the grant alive? ─ scatter by its own plan cursor
+//   source: plan cursor ─ gather one slice into a cache-sized buffer ─ send      (the source is
+//   read while gathering only) target: receive into a cache-sized buffer ─ is the grant alive? ─
+//   scatter by its own plan cursor
 //
-// One stream for each pair of planes, opened by the source and kept. One thread of its own does all I/O; it owns the grants and
-// all connections, so that nothing is locked while bytes move. The methods only queue commands for it.
+// One stream for each pair of planes, opened by the source and kept. One thread of its own does all
+// I/O; it owns the grants and all connections, so that nothing is locked while bytes move. The
+// methods only queue commands for it.
 #pragma once
 
 #include <memory>
@@ -26,7 +28,8 @@ struct TcpPlaneOptions {
 class TcpPlane final : public DataPlane {
  public:
   // kUnavailable with the address when it cannot listen there.
-  static Result<std::unique_ptr<TcpPlane>> create(const TcpPlaneOptions& options, const Settings& settings, Entropy& entropy);
+  static Result<std::unique_ptr<TcpPlane>> create(const TcpPlaneOptions& options,
+                                                  const Settings& settings, Entropy& entropy);
   // Closes every connection, then joins the thread. Writes that have not ended never complete.
   ~TcpPlane() override;
 
