@@ -1,5 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <cstring>
+
+#include "kvferry/config.h"
+#include "src/base/deadlines.h"
 #include "src/base/parse.h"
 #include "src/base/random.h"
 
@@ -25,6 +29,39 @@ TEST(Base, AddressesAreBracketedWhenIpv6) {
   EXPECT_FALSE(parse_address("::1:80").ok());
   EXPECT_FALSE(parse_address("host:70000").ok());
   EXPECT_FALSE(parse_address("host").ok());
+}
+
+TEST(Settings, EveryRowIsReadBackAsItIsPrinted) {
+  for (const SettingRow& row : setting_rows(Settings{})) {
+    Settings settings;
+    EXPECT_TRUE(set_setting(settings, row.name, row.value).ok()) << row.name;
+    EXPECT_EQ(settings, Settings{}) << row.name;
+    EXPECT_FALSE(row.environment.empty() || row.meaning.empty() || row.range.empty()) << row.name;
+  }
+}
+
+TEST(Settings, AValueOutsideItsRangeIsRefusedWithTheRange) {
+  Settings settings;
+  const Status status = set_setting(settings, "waiting_timeout", "0");
+  EXPECT_EQ(status.message(), "waiting_timeout: '0' is not a whole number from 1 to 86400 s");
+  EXPECT_FALSE(set_setting(settings, "nothing", "1").ok());
+  const Status wrong = apply_environment(settings, [](const char* name) {
+    return std::strcmp(name, "SGLANG_DISAGGREGATION_WAITING_TIMEOUT") == 0 ? "abc" : nullptr;
+  });
+  EXPECT_NE(wrong.message().find("SGLANG_DISAGGREGATION_WAITING_TIMEOUT = abc"), std::string::npos);
+}
+
+TEST(Deadlines, OneDeadlineAKeyInTheOrderOfTime) {
+  Deadlines<int> deadlines;
+  const auto at = [](int n) { return Time(Duration(n)); };
+  deadlines.set(1, at(10));
+  deadlines.set(2, at(5));
+  deadlines.set(1, at(3));
+  EXPECT_EQ(deadlines.next(), at(3));
+  EXPECT_FALSE(deadlines.pop_due(at(2)));
+  EXPECT_EQ(deadlines.pop_due(at(9)), 1);
+  EXPECT_EQ(deadlines.pop_due(at(9)), 2);
+  EXPECT_EQ(deadlines.next(), Time::max());
 }
 
 TEST(Base, NumbersAreParsedWhole) {

@@ -28,7 +28,7 @@ class BinaryWriter {
         raw >>= 8;
       }
     } else {
-      describe(value, [this](const char*, const auto& field) { put(field); });
+      describe(value, [this](const char*, const auto& field) { this->put(field); });
     }
   }
   void put(const std::string& text) {
@@ -87,7 +87,7 @@ class BinaryReader {
       bytes_.remove_prefix(sizeof(T));
       value = static_cast<T>(raw);
     } else {
-      describe(value, [this](const char*, auto& field) { get(field); });
+      describe(value, [this](const char*, auto& field) { this->get(field); });
     }
   }
   void get(std::string& text) {
