@@ -59,7 +59,7 @@ class Filler {
     } else if constexpr (std::is_integral_v<T>) {
       value = static_cast<T>(random_.next64() >> random_.below(60));
     } else {
-      describe(value, [this](const char*, auto& field) { fill(field); });
+      describe(value, [this](const char*, auto& field) { this->fill(field); });
     }
   }
   void fill(std::string& text) {

@@ -208,7 +208,7 @@ TEST_P(Plane, WhatIsNotLentIsRefusedAndNotTouched) {
   write(1, {kToken, false}, plan(0, 4, 2));
   write(2, {Token{1, 1}, false}, plan(0, 3, 1));
   write(3, {Token{}, true}, plan(0, 3, 1));
-  for (std::uint64_t id : {1, 2, 3}) {
+  for (std::uint64_t id : {std::uint64_t{1}, std::uint64_t{2}, std::uint64_t{3}}) {
     EXPECT_EQ(wait_write(id).status.code(), Code::kRefused) << wait_write(id).status.to_string();
     EXPECT_TRUE(wait_write(id).settled);
   }
