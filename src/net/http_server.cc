@@ -21,18 +21,21 @@ namespace http = beast::http;
 using tcp = asio::ip::tcp;
 
 constexpr std::uint32_t kHeaderBytesMax = 64 << 10;
+constexpr auto kBodyTimeout =
+    std::chrono::seconds(30);  // a request that has begun must end; an idle connection may stay
 constexpr std::size_t kDrainBytesMax =
     8 << 20;  // of a body that is refused, read so that the answer arrives
 
 }  // namespace
 
 struct HttpServer::Impl {
-  Impl(const Options& o, Handler h) : options(o), handler(std::move(h)), acceptor(io) {}
+  Impl(const Options& o, Handler h) : options(o), handler(std::move(h)), acceptor(io), retry(io) {}
   Options options;
   Handler handler;
   std::size_t connections = 0;  // outlives io, whose handlers hold the connections
   asio::io_context io{1};
   tcp::acceptor acceptor;
+  asio::steady_timer retry;
   std::thread thread;
 
   void accept();
@@ -71,6 +74,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
  private:
   void read_body() {
+    stream_.expires_after(kBodyTimeout);
     http::async_read(stream_, buffer_, *parser_,
                      [self = shared_from_this()](beast::error_code error, std::size_t) {
                        if (error == http::error::body_limit) {
@@ -111,6 +115,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     http::async_write(stream_, message_,
                       [self = shared_from_this()](beast::error_code error, std::size_t) {
                         if (error) return;
+                        self->stream_.expires_never();
                         if (self->keep_alive_) return self->read();
                         beast::error_code ignored;
                         self->stream_.socket().shutdown(tcp::socket::shutdown_send, ignored);
@@ -186,6 +191,13 @@ class Probe : public std::enable_shared_from_this<Probe> {
 void HttpServer::Impl::accept() {
   acceptor.async_accept([this](beast::error_code error, tcp::socket socket) {
     if (error == asio::error::operation_aborted) return;
+    if (error) {  // no descriptor is free: try again in a moment
+      retry.expires_after(std::chrono::milliseconds(100));
+      retry.async_wait([this](beast::error_code cancelled) {
+        if (!cancelled) accept();
+      });
+      return;
+    }
     if (!error && connections < options.connections_max)
       std::make_shared<Connection>(std::move(socket), options, handler, connections)->read();
     accept();
@@ -213,9 +225,7 @@ Result<std::unique_ptr<HttpServer>> HttpServer::create(const Options& options, H
   if (error) return failed("bind", error);
   impl->acceptor.listen(asio::socket_base::max_listen_connections, error);
   if (error) return failed("listen", error);
-  impl->accept();
-  Impl& started = *impl;
-  impl->thread = std::thread([&started] { started.io.run(); });
+
   return std::unique_ptr<HttpServer>(new HttpServer(std::move(impl)));
 }
 
@@ -223,7 +233,12 @@ HttpServer::HttpServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 HttpServer::~HttpServer() {
   impl_->io.stop();
-  impl_->thread.join();
+  if (impl_->thread.joinable()) impl_->thread.join();
+}
+
+void HttpServer::start() {
+  impl_->accept();
+  impl_->thread = std::thread([this] { impl_->io.run(); });
 }
 
 std::uint16_t HttpServer::port() const {

@@ -34,12 +34,13 @@ class HttpServer {
     std::size_t body_bytes_max = 1 << 20;
     std::size_t connections_max = 16384;
   };
-  // kUnavailable, naming the address, when it cannot listen there.
+  // Listens; serves from start() on. kUnavailable, naming the address, when it cannot listen there.
   static Result<std::unique_ptr<HttpServer>> create(const Options& options, Handler handler);
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
 
+  void start();
   [[nodiscard]] std::uint16_t port() const;
   // For use inside the handler: which of the addresses accept a connection within `timeout`.
   void probe(std::vector<Address> addresses, Duration timeout,

@@ -86,7 +86,7 @@ Result<UseId> DecodeManager::open(RoomId room, const Address& bootstrap, Time no
       const Use& old = uses_.at(other);
       const bool foreign = std::any_of(old.sources.begin(), old.sources.end(),
                                        [](const Source& s) { return !s.native && !s.dummy; });
-      if (foreign && old.bootstrap == bootstrap && !old.view.pages_reusable) {
+      if (foreign && !old.view.pages_reusable) {
         // A late Success of the first use would complete the second: foreign messages carry only
         // the number.
         KVF_REACHED("a room number in quarantine was refused");
@@ -304,7 +304,21 @@ void DecodeManager::on_instance(const Address& bootstrap, Instance& instance,
                                  .session = {},
                                  .registered = false};
       }
+      // A session whose rank is not in the snapshot any more would be kept alive by its pings for
+      // ever.
+      std::set<Token> kept;
+      for (const auto& [key, link] : links) kept.insert(link.session);
+      std::vector<Token> orphans;
+      for (const auto& [key, link] : instance.links) {
+        const auto session = sessions_.find(link.session);
+        if (session != sessions_.end() && !kept.contains(link.session) &&
+            session->second.uses.empty())
+          orphans.push_back(link.session);
+      }
       instance.links = std::move(links);
+      for (const Token token : orphans)
+        end_session(token, Status(Code::kAborted, "the rank is not registered any more"), true,
+                    now);
     } else {
       ports_.trace.trace(
           Severity::kError,
@@ -394,7 +408,11 @@ void DecodeManager::on_topology(const Address& bootstrap, Instance& instance,
 void DecodeManager::resolve(UseId id, Use& use, Time now) {
   if (use.resolved || !use.initialised || is_terminal(use.view.state)) return;
   Instance& instance = instances_.at(use.bootstrap);
-  if (!instance.topology || instance.stale) return fetch_instance(use.bootstrap, instance, now);
+  if (!instance.topology || instance.stale) {
+    // A retry is due already: many rooms that wait ask no more often than one.
+    if (!lookup_deadlines_.contains(use.bootstrap)) fetch_instance(use.bootstrap, instance, now);
+    return;
+  }
   const wire::Topology& topology = *instance.topology;
   if (!use.dp_rank) {
     if (topology.dp_size == 1) {
@@ -721,6 +739,10 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
   }
   use.sources = std::move(sources);
   move_to(use.view.state, RoomState::kTransferring);
+  room_deadlines_.set(
+      id,
+      now +
+          settings_.waiting_timeout);  // from when the pages are lent, however long the engine took
   std::uint64_t page_bytes = 0;
   for (const GrantSlab& slab : *kv_slabs_) page_bytes += slab.item_bytes;
   use.view.bytes = page_bytes * metadata.pages.size();
@@ -776,6 +798,14 @@ void DecodeManager::on_frames(const wire::Frames& frames, Time now) {
       return;
     }
     Use& use = uses_.at(live->second);
+    // A frame of the reference says nothing to a room that no foreign rank takes part in: it is of
+    // another use of the number.
+    const auto& known = use.sources.empty() ? use.connected : use.sources;
+    if (!known.empty() && std::none_of(known.begin(), known.end(),
+                                       [](const Source& s) { return !s.native && !s.dummy; })) {
+      ++counters_.unexpected_messages;
+      return;
+    }
     Source* source = nullptr;
     for (Source& s : use.sources) {
       if (!s.native && s.unique_rank == m->unique_rank) source = &s;
@@ -873,7 +903,10 @@ void DecodeManager::on_done(UseId id, Use& use, Source* source, const wire::Done
       if (!s.native && !s.done) forget_link(use, s.place);
     }
     // A native source says Done only when nothing of the room is in flight.
-    if (source != nullptr && source->native && source->lease) leases_.said_quiet(*source->lease);
+    if (source != nullptr && source->native) {
+      source->done = true;  // it needs no Abort
+      if (source->lease) leases_.said_quiet(*source->lease);
+    }
     fail(id, use,
          Status(
              Code::kAborted,
@@ -904,7 +937,7 @@ void DecodeManager::on_done(UseId id, Use& use, Source* source, const wire::Done
     ++counters_.unexpected_messages;  // of an earlier use of the number
     return;
   }
-  use.responded.insert(done.unique_rank);
+  use.responded.insert(source != nullptr ? source->unique_rank : done.unique_rank);
   if (use.responded.size() >= use.required) {
     move_to(use.view.state, RoomState::kSuccess);
     ++counters_.rooms_succeeded;
@@ -941,8 +974,8 @@ void DecodeManager::on_aux_data(const wire::AuxData& m) {
   if (is_terminal(use.view.state)) return refuse("the room has ended");
   const bool expected = std::any_of(use.sources.begin(), use.sources.end(),
                                     [](const Source& s) { return !s.native && !s.dummy; });
-  if (!use.sources.empty() && !expected) return refuse("no foreign rank sends for it");
-  if (!use.sources.empty() && (!use.has_aux_row || m.row != use.aux_row))
+  if (!expected) return refuse("no foreign rank sends for it, or its row is not lent yet");
+  if (!use.has_aux_row || m.row != use.aux_row)
     return refuse(fmt::format("row {} was not lent", m.row));
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component != Component::kAux || slab.layer != m.buffer) continue;
@@ -1090,8 +1123,8 @@ void DecodeManager::lose_instance(const Address& bootstrap, Time now) {
   instance.links.clear();
   instance.misses = 0;
   instance.stale = true;
-  instance.beating = false;
-  beat_deadlines_.clear(bootstrap);
+  instance.beating = true;  // goes on until nobody needs the entry
+  beat_deadlines_.set(bootstrap, now + settings_.heartbeat_interval);
   lookup_deadlines_.clear(bootstrap);
 }
 
@@ -1150,7 +1183,11 @@ void DecodeManager::advance(Time now) {
     const auto it = instances_.find(*address);
     if (it == instances_.end()) continue;
     if (it->second.uses.empty() && it->second.links.empty()) {
-      if (!it->second.fetching && it->second.lookups.empty()) instances_.erase(it);
+      if (!it->second.fetching && it->second.lookups.empty()) {
+        instances_.erase(it);
+      } else {
+        beat_deadlines_.set(*address, now + settings_.heartbeat_interval);
+      }
       continue;
     }
     http(Call::kHealth, *address, "GET", "/health", "", {}, {});

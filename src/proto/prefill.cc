@@ -79,7 +79,8 @@ void PrefillManager::on_http(CallId call, const HttpResponse& response, Time now
     registration_status_ = Status();
   }
   registered_ = ok;
-  next_registration_ = now + (ok ? settings_.reregister_interval : settings_.register_retry);
+  if (!stopping_)
+    next_registration_ = now + (ok ? settings_.reregister_interval : settings_.register_retry);
 }
 
 // --- the engine's calls
@@ -325,13 +326,13 @@ void PrefillManager::on_native(const wire::NativeFrame& frame, Time now) {
   if (it == sessions_.end()) return reply_unknown(frame, "session is not known here");
   const PeerKey peer{frame.session, {}};
   if (const auto* m = std::get_if<wire::Pong>(&frame.message)) {
-    const Time until =
-        Time(Duration(static_cast<std::int64_t>(m->asked_at_ns))) + settings_.write_lease;
     // Only an answer to a question of ours counts: none lies in the future.
-    if (until > now + settings_.write_lease) {
+    if (m->asked_at_ns > static_cast<std::uint64_t>(now.time_since_epoch().count())) {
       ++counters_.unexpected_messages;
       return;
     }
+    const Time until =
+        Time(Duration(static_cast<std::int64_t>(m->asked_at_ns))) + settings_.write_lease;
     const bool lapsed = it->second.permitted_until <= now;
     it->second.permitted_until = std::max(it->second.permitted_until, until);
     if (lapsed) dispatch_peer_rooms(peer, now);
@@ -395,6 +396,19 @@ void PrefillManager::on_register_native(const wire::NativeFrame& frame, const wi
 }
 
 void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
+  if (!foreign_.contains(m.session_name)) {
+    // Whoever listened there before is gone; its entry goes too unless a room still needs it.
+    std::erase_if(foreign_, [&](const auto& entry) {
+      const bool same = entry.second.reply == m.reply || foreign_.size() >= settings_.sessions_max;
+      return same && std::none_of(uses_.begin(), uses_.end(), [&](const auto& use) {
+               return use.second.destinations.contains(PeerKey{{}, entry.first});
+             });
+    });
+    std::erase_if(watermarks_, [&](const auto& entry) {
+      return !entry.first.empty() && watermarks_.size() >= settings_.sessions_max &&
+             !foreign_.contains(entry.first);
+    });
+  }
   if (!foreign_.contains(m.session_name) && foreign_.size() >= settings_.sessions_max) {
     ports_.trace.trace(Severity::kWarning,
                        fmt::format("registration of {} dropped: sessions_max {}", m.session_name,
@@ -474,7 +488,15 @@ void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, T
   const bool registered = peer.is_native() || foreign_.contains(peer.name);
   if (const auto live = live_.find(metadata.room); live != live_.end()) {
     Use& use = uses_.at(live->second);
-    return adopt(live->second, use, peer, {std::move(metadata), registered}, now);
+    const auto before = use.destinations.find(peer);
+    // The room has ended here but is not cleared yet, and the other side has begun its next use
+    // already: that waits.
+    const bool next_use =
+        is_terminal(use.view.state) && (use.view.state == RoomState::kSuccess ||
+                                        (before != use.destinations.end() && peer.is_native() &&
+                                         before->second.metadata.grant != metadata.grant));
+    if (next_use) KVF_REACHED("a room message was of the next use of its number");
+    if (!next_use) return adopt(live->second, use, peer, {std::move(metadata), registered}, now);
   }
   const bool known = pending_.contains(metadata.room);
   if (!known && pending_.size() >= settings_.pending_rooms_max) {
@@ -491,6 +513,9 @@ void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, T
                             : std::min(settings_.bootstrap_timeout, settings_.hold_time);
   if (!known) pending_deadlines_.set(metadata.room, now + keep);
   Pending& pending = pending_[metadata.room];
+  if (!pending.metadata.contains(peer) &&
+      pending.metadata.size() + pending.aborted.size() >= settings_.sessions_max)
+    return;
   pending.aborted.erase(peer);
   pending.metadata[peer] = {std::move(metadata), registered};
 }
@@ -513,6 +538,7 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
     }
     use.destinations.erase(before);
   }
+  if (use.destinations.size() >= settings_.sessions_max) return;
   Destination to;
   to.reply = peer.is_native() ? sessions_.at(peer.session).reply : metadata.reply;
   to.metadata = std::move(metadata);
@@ -526,7 +552,7 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
     }
     return;
   }
-  if (use.destinations.size() >= settings_.sessions_max) return;
+
   const std::uint32_t required = to.metadata.required_destinations;
   const std::uint32_t agreed =
       use.destinations.empty() ? required
@@ -554,8 +580,9 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
 
 void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const wire::Abort& m,
                               Time now) {
+  PeerKey spoke_as = peer;
   const auto ack_now = [&] {
-    if (unsettled_.contains({m.room, peer})) {
+    if (unsettled_.contains({m.room, spoke_as})) {
       KVF_REACHED("a drained answer was withheld because a write was unsettled");
       return;
     }
@@ -576,9 +603,17 @@ void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const w
   for (auto it = candidates.rbegin(); it != candidates.rend(); ++it) {
     const UseId id = *it;
     Use& use = uses_.at(id);
-    const auto d = use.destinations.find(peer);
+    auto d = use.destinations.find(peer);
+    if (d == use.destinations.end() && !peer.is_native()) {
+      // A foreign rank is known by where it listens: it may have spoken under another session name.
+      d = std::find_if(use.destinations.begin(), use.destinations.end(), [&](const auto& e) {
+        return !e.first.is_native() && e.second.reply == reply;
+      });
+    }
     if (d == use.destinations.end() || (peer.is_native() && d->second.metadata.grant != m.grant))
       continue;
+
+    spoke_as = d->first;
     Destination& to = d->second;
     if (use.view.state == RoomState::kSuccess)
       return ack_now();  // nothing in flight; a no-op for the room
@@ -611,7 +646,17 @@ void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const w
   }
   // The sender does not exist yet: it shall not wait for a partner that has given up.
   const bool known = pending_.contains(m.room);
-  if (known || pending_.size() < settings_.pending_rooms_max) {
+  if (peer.is_native()) {
+    // A native rank names its use by the grant: only a word that waits can be aborted. Anything
+    // else is of a use that is over.
+    const auto p = known ? &pending_.at(m.room) : nullptr;
+    if (p == nullptr || !p->metadata.contains(peer) ||
+        p->metadata.at(peer).metadata.grant != m.grant)
+      return ack_now();
+  }
+  if (known ? pending_.at(m.room).metadata.size() + pending_.at(m.room).aborted.size() <
+                  settings_.sessions_max
+            : pending_.size() < settings_.pending_rooms_max) {
     if (!known) pending_deadlines_.set(m.room, now + settings_.bootstrap_timeout);
     Pending& pending = pending_[m.room];
     pending.metadata.erase(peer);

@@ -54,6 +54,7 @@ Result<std::unique_ptr<BootstrapServer>> BootstrapServer::create(const std::stri
       });
   if (!server.ok()) return server.status();
   impl->server = std::move(*server);
+  impl->server->start();  // only now: its handler uses the server
   return std::unique_ptr<BootstrapServer>(new BootstrapServer(std::move(impl)));
 }
 

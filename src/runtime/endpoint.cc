@@ -144,23 +144,23 @@ Result<std::shared_ptr<RoomCell>> Endpoint::open_cell(RoomId room) {
     return Status(Code::kInvalidArgument, fmt::format("room {} is above 2^63-1", value_of(room)));
   const std::lock_guard lock(mutex_);
   if (closed_) return Status(Code::kAborted, fmt::format("{} has stopped", name_));
-  if (open_numbers_.contains(room))
+  if (open_.contains(room))
     return Status(Code::kAlreadyExists,
                   fmt::format("room {} is open on {}", value_of(room), name_));
-  if (open_numbers_.size() >= options.settings.rooms_max)
+  if (open_.size() >= options.settings.rooms_max)
     return Status(Code::kExhausted,
-                  fmt::format("{}: {} rooms are open (rooms_max)", name_, open_numbers_.size()));
-  open_numbers_.insert(room);
+                  fmt::format("{}: {} rooms are open (rooms_max)", name_, open_.size()));
   auto cell = std::make_shared<RoomCell>();
   cell->room = room;
   cell->pool_pages = pool_pages_;
   cell->endpoint = weak_from_this();
+  open_[room] = cell;
   return cell;
 }
 
 void Endpoint::close_cell(RoomCell& cell) {
   const std::lock_guard lock(mutex_);
-  open_numbers_.erase(cell.room);
+  open_.erase(cell.room);
 }
 
 void Endpoint::stop(Duration patience) {
@@ -172,6 +172,7 @@ void Endpoint::stop(Duration patience) {
   }
   const std::uint64_t one = 1;
   (void)!::write(inbox_event_, &one, sizeof one);
+  const std::lock_guard joining(join_mutex_);
   if (thread_.joinable()) thread_.join();
 }
 
@@ -179,7 +180,12 @@ std::string Endpoint::metrics() {
   auto promise = std::make_shared<std::promise<std::string>>();
   auto text = promise->get_future();
   const Status posted = post([this, promise](Time) { promise->set_value(manager_->metrics()); });
-  return posted.ok() ? text.get() : "";
+  if (!posted.ok()) return "";
+  try {
+    return text.get();
+  } catch (const std::future_error&) {
+    return "";  // the loop ended before it came to this
+  }
 }
 
 // --- the loop
@@ -222,10 +228,13 @@ void Endpoint::run() {
 }
 
 void Endpoint::end(const std::string& why) {
+  std::vector<std::shared_ptr<RoomCell>> opened;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
     inbox_.clear();
+    for (const auto& [room, cell] : open_)
+      opened.push_back(cell);  // some may not have reached the loop
   }
   // Rooms whose last change has not been published yet, then the rest.
   for (const auto& [use, view] : std::exchange(changed_, {})) {
@@ -235,15 +244,30 @@ void Endpoint::end(const std::string& why) {
   for (const auto& [use, cell] : cells_) {
     if (!is_terminal(cell->get())) cell->fail(Status(Code::kAborted, why), false);
   }
+  for (const auto& cell : opened) {
+    if (!is_terminal(cell->get())) cell->fail(Status(Code::kAborted, why), false);
+  }
   // Nothing lands any more once the plane is gone.
   plane_.reset();
   for (const auto& [use, cell] : cells_)
     cell->pages_reusable.store(true, std::memory_order_release);
+  for (const auto& cell : opened) cell->pages_reusable.store(true, std::memory_order_release);
 }
 
 void Endpoint::turn(int timeout_ms) {
   epoll_event events[64];
   const int n = epoll_wait(epoll_, events, 64, timeout_ms);
+  // Before the commands: what was readable is what the engine had filled until then, not what a
+  // command adds under the same number.
+  for (int i = 0; i < n; ++i) {
+    const auto ready = ready_.find(events[i].data.fd);
+    if (ready == ready_.end()) continue;
+    const std::vector<proto::ReadyId> ids = std::move(ready->second);
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, ready->first, nullptr);
+    ready_.erase(ready);
+    for (const proto::ReadyId id : ids) manager_->on_ready(id, now());
+  }
+
   std::vector<std::function<void(Time)>> commands;
   {
     const std::lock_guard lock(mutex_);
@@ -258,15 +282,6 @@ void Endpoint::turn(int timeout_ms) {
     if (inbox_.empty()) (void)!::read(inbox_event_, &drained, sizeof drained);
   }
   for (const auto& command : commands) command(now());
-
-  for (int i = 0; i < n; ++i) {
-    const auto ready = ready_.find(events[i].data.fd);
-    if (ready == ready_.end()) continue;
-    const std::vector<proto::ReadyId> ids = std::move(ready->second);
-    epoll_ctl(epoll_, EPOLL_CTL_DEL, ready->first, nullptr);
-    ready_.erase(ready);
-    for (const proto::ReadyId id : ids) manager_->on_ready(id, now());
-  }
 
   // The control socket's descriptor is edge-triggered: stop only when there is nothing left, or
   // come back without waiting.
@@ -322,13 +337,13 @@ void Endpoint::bind_cell(proto::UseId use, std::shared_ptr<RoomCell> cell) {
 }
 
 void Endpoint::watch_ready(proto::ReadyId ready, int fd) {
-  auto& list = ready_[fd];
-  list.push_back(ready);
-  if (list.size() > 1) return;
+  ready_[fd].push_back(ready);  // ids of rooms that have ended are ignored by the manager
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.fd = fd;
-  if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
+  // A number may be of a new descriptor although an older one was watched under it: the kernel
+  // knows.
+  if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0 && errno != EEXIST) {
     // Not a descriptor that can be waited for: reading early would be wrong, so the chunk never
     // becomes ready and its room fails at its deadline.
     trace(proto::Severity::kError,

@@ -552,10 +552,11 @@ void World::decode_side(std::uint64_t sequence, std::uint32_t number) {
   }
   // No room outlives its deadlines by more than a moment.
   queue_.after(
-      settings_.bootstrap_timeout + settings_.waiting_timeout + std::chrono::seconds(1),
+      settings_.bootstrap_timeout + 2 * settings_.waiting_timeout + std::chrono::seconds(1),
       [this, number, life, use = *use, sequence] {
         Node& n = *nodes_[number];
-        if (!n.alive || n.life != life || n.frozen_until > queue_.now() - settings_.waiting_timeout)
+        if (!n.alive || n.life != life ||
+            n.frozen_until > queue_.now() - 2 * settings_.waiting_timeout)
           return;
         const auto it = n.parts.find(use);
         if (it != n.parts.end() && !it->second.ended)
@@ -948,7 +949,7 @@ Report World::run() {
   bool go = run_until(Time{} + act_one_ + ms(100, 200));
   heal();
   // Everything has deadlines: after the longest of them nothing is left.
-  const Duration settle = settings_.bootstrap_timeout + settings_.waiting_timeout +
+  const Duration settle = settings_.bootstrap_timeout + 2 * settings_.waiting_timeout +
                           settings_.hold_time + std::chrono::seconds(4);
   go = go && run_until(queue_.now() + settle);
   if (go) check_end();

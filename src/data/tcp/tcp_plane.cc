@@ -61,7 +61,9 @@ Status resolve(const std::string& host, std::uint16_t port, bool passive, Addres
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE : 0);
+  // Peers' addresses are literals: asking a name server would stop everything that this thread
+  // serves.
+  hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE : AI_NUMERICHOST);
   const int rc = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &out.list);
   if (rc != 0)
     return Status(Code::kUnavailable, fmt::format("host '{}': {}", host, gai_strerror(rc)));
@@ -119,7 +121,12 @@ class TcpPlane::Engine {
     if (is_wildcard(host))
       return Status(Code::kInvalidArgument,
                     fmt::format("tcp plane: {} is a wildcard; set the public host", host));
-    session_name_ = Address{host, port}.host_port();
+    AddressList published;
+    KVF_RETURN_IF_ERROR(resolve(host, port, true, published));
+    char literal[NI_MAXHOST] = "";
+    getnameinfo(published.list->ai_addr, published.list->ai_addrlen, literal, sizeof literal,
+                nullptr, 0, NI_NUMERICHOST);
+    session_name_ = Address{literal, port}.host_port();
     address_ = "tcp/" + session_name_ + "/" + life_.to_string();
 
     epoll_ = epoll_create1(EPOLL_CLOEXEC);
@@ -200,7 +207,8 @@ class TcpPlane::Engine {
     PlanCursor cursor;
     std::uint64_t total;
     GrantTable::Ticket ticket;
-    bool over = false;  // answered; what still comes is read and dropped
+    bool over = false;            // answered; what still comes is read and dropped
+    std::uint64_t drop_left = 0;  // of a write that is over; its plan is gone
   };
   struct Connection {
     int fd = -1;
@@ -217,6 +225,11 @@ class TcpPlane::Engine {
     // Room for so many more bytes at the end.
     char* extend(std::size_t bytes) {
       if (out_done == out_end) out_done = out_end = 0;
+      if (out_done > 0 && out_end + bytes > out.size()) {  // what went out makes room first
+        std::memmove(out.data(), out.data() + out_done, waiting());
+        out_end -= out_done;
+        out_done = 0;
+      }
       if (out.size() < out_end + bytes) out.resize(std::max(out_end + bytes, out.size() * 2));
       out_end += bytes;
       return out.data() + out_end - bytes;
@@ -247,7 +260,14 @@ class TcpPlane::Engine {
         if (what == nullptr) {
           accept_all();
         } else if (what != &command_event_) {
-          serve(*static_cast<Connection*>(what), events[static_cast<std::size_t>(i)].events);
+          Connection& c = *static_cast<Connection*>(what);
+          try {
+            serve(c, events[static_cast<std::size_t>(i)].events);
+          } catch (const std::exception& error) {
+            break_off(
+                c,
+                error.what());  // one connection's trouble, memory above all, is not the process's
+          }
         }
       }
       expire();
@@ -275,8 +295,11 @@ class TcpPlane::Engine {
       finish(*id, Status(Code::kAborted, "cancelled; the target did not answer"), false);
     }
     while (const auto fd = connect_deadlines_.pop_due(now)) {
+      if (*fd == listener_) watch(listener_, EPOLLIN, nullptr);
       for (const auto& connection : connections_) {
-        if (connection->fd == *fd && connection->connecting)
+        const bool waits =
+            connection->connecting || (!connection->outgoing && !connection->greeted);
+        if (connection->fd == *fd && waits)
           break_off(*connection, "no connection within connect_timeout");
       }
     }
@@ -407,6 +430,13 @@ class TcpPlane::Engine {
       socklen_t size = sizeof from;
       const int fd = accept4(listener_, reinterpret_cast<sockaddr*>(&from), &size,
                              SOCK_NONBLOCK | SOCK_CLOEXEC);
+      if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
+        // No descriptor is free: stop listening for a moment instead of waking at once again.
+        epoll_ctl(epoll_, EPOLL_CTL_DEL, listener_, nullptr);
+        connect_deadlines_.set(listener_,
+                               std::chrono::steady_clock::now() + std::chrono::milliseconds(100));
+        return;
+      }
       if (fd < 0) return;
       const auto incoming = std::count_if(connections_.begin(), connections_.end(),
                                           [](const auto& c) { return !c->outgoing; });
@@ -423,6 +453,8 @@ class TcpPlane::Engine {
       c.peer_text = fmt::format("{}:{}", host, port);
       c.interest = EPOLLIN;
       watch(fd, c.interest, &c);
+      connect_deadlines_.set(
+          fd, std::chrono::steady_clock::now() + settings_.connect_timeout);  // until its hello
     }
   }
 
@@ -586,6 +618,7 @@ class TcpPlane::Engine {
           return break_off(c, "hello for another life");
         }
         c.greeted = true;
+        connect_deadlines_.clear(c.fd);
         return;
       }
       case Kind::kBegin:
@@ -602,6 +635,10 @@ class TcpPlane::Engine {
         const Outgoing& write = *writes_.at(id);
         if (status.ok() && write.cursor.left() > 0)
           status = Status(Code::kProtocol, "the target says done before all was sent");
+        // The rest is never sent: the target need not wait for it.
+        if (!status.ok() && write.cursor.left() > 0 && !write.cancelled) {
+          append_frame(c, {Kind::kCancel, 0, c.header.write}, {});
+        }
         return finish(id, std::move(status), true);
       }
       case Kind::kCancelDone:
@@ -637,32 +674,34 @@ class TcpPlane::Engine {
   void answer(Connection& c, std::uint64_t id, Incoming& write, const Status& status) {
     append_frame(c, {Kind::kDone, 0, id}, tcp::encode_done(status));
     write.over = true;
-    if (write.cursor.left() == 0) c.incoming.erase(id);
+    write.drop_left = write.cursor.left();
+    write.begin.plan.clear();  // a refused plan costs nothing; the cursor is not used again
+    if (write.drop_left == 0) c.incoming.erase(id);
   }
 
   void land(Connection& c, std::string_view bytes) {
     const auto it = c.incoming.find(c.header.write);
     if (it == c.incoming.end()) return;  // cancelled
     Incoming& write = it->second;
-    if (bytes.size() > write.cursor.left())
+    if (bytes.size() > (write.over ? write.drop_left : write.cursor.left())) {
       return break_off(c, fmt::format("write {} sends more than its plan", c.header.write));
+    }
     if (!write.over) {
       const Status alive = grants_.recheck(write.ticket, write.begin.authority, write.begin.plan);
       if (!alive.ok()) answer(c, c.header.write, write, alive);
     }
+    if (write.over) {
+      write.drop_left -= bytes.size();
+      if (write.drop_left == 0) c.incoming.erase(it);
+      return;
+    }
     const char* from = bytes.data();
-    const bool drop = write.over;
     write.cursor.advance(bytes.size(), [&](std::uint64_t, std::uint64_t target, std::uint64_t n) {
-      if (!drop) copy_(reinterpret_cast<void*>(target), from, n);
+      copy_(reinterpret_cast<void*>(target), from, n);
       from += n;
     });
     landing_fence();  // before anybody is told that bytes are there
-    if (write.cursor.left() > 0) return;
-    if (drop) {
-      c.incoming.erase(it);
-    } else {
-      answer(c, c.header.write, write, Status());
-    }
+    if (write.cursor.left() == 0) answer(c, c.header.write, write, Status());
   }
 
   // --- completions
