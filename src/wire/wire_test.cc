@@ -12,7 +12,9 @@ namespace {
 // Counts the members of an aggregate, so that a field that describe() forgets shows.
 struct Anything {
   template <class T>
-  operator T() const;  // NOLINT: converts to whatever the member is
+  operator T() const {  // NOLINT: converts to whatever the member is
+    return T{};
+  }
 };
 template <class T, class... Args>
 constexpr std::size_t count_members() {
