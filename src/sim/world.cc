@@ -842,9 +842,12 @@ void World::schedule_faults() {
   if (crashes_) {
     for (std::uint64_t i = random_.between(1, 4); i > 0; --i) {
       queue_.after(at(act_one_), [this] {
-        if (!healed_)
-          crash(*nodes_[random_.below(nodes_.size())],
-                random_.chance(50) ? ms(1, 30) : ms(30, 1500));
+        if (healed_) return;
+        // Drawn one after the other: the order in which arguments are evaluated differs between
+        // compilers.
+        Node& node = *nodes_[random_.below(nodes_.size())];
+        const Duration down = random_.chance(50) ? ms(1, 30) : ms(30, 1500);
+        crash(node, down);
       });
     }
   }
