@@ -130,7 +130,6 @@ class Rank {
       if (!made.ok()) fail(made.status().to_string());
       decode_endpoint_ = std::move(*made);
     }
-    start_work_ = thread_cpu();
     start_process_ = process_cpu();
   }
 
@@ -227,7 +226,6 @@ class Rank {
   }
 
   std::uint64_t content_of(const Job& job, std::uint64_t token) const {
-    Workload one;
     if (job.request.block_ids.empty()) return 0x5EED0000ULL + job.number;
     return job.request.block_ids[std::min<std::uint64_t>(token / block_tokens_,
                                                          job.request.block_ids.size() - 1)];
@@ -324,9 +322,7 @@ class Rank {
   }
 
   void finish() {
-    const double work = thread_cpu() - start_work_;
     const double cpu = process_cpu() - start_process_ - own_work_;
-    (void)work;
     // Whatever is in no page of a room or of a held prefix must still be poison.
     std::uint64_t stray = 0;
     if (!prefill_) {
@@ -372,7 +368,7 @@ class Rank {
   std::unique_ptr<DecodeEndpoint> decode_endpoint_;
   std::map<std::size_t, Job> jobs_;
   std::set<PageIndex> owned_;  // decode: pages that hold something
-  double start_work_ = 0, start_process_ = 0, own_work_ = 0;
+  double start_process_ = 0, own_work_ = 0;
 };
 
 }  // namespace
