@@ -113,9 +113,9 @@ class ForeignDecode : public testing::Test {
     m.pools.kv_item_length = 16;
     manager_.on_frames(*wire::encode_to_prefill(wire::Message(m), wire::Dialect::kSeed), kNow);
   }
-  void speaks(const std::string& session) {
+  void speaks(const std::string& session, std::uint64_t room = 5) {
     wire::Metadata m;
-    m.room = RoomId{5};
+    m.room = RoomId{room};
     m.reply = kDecode;
     m.session_name = session;
     m.pages = {1};
@@ -141,6 +141,8 @@ class ForeignDecode : public testing::Test {
 // A restarted decode rank listens where its former life did, under another session name.
 TEST_F(ForeignDecode, AnAbortIsAnsweredOnlyWhenItsWritesHaveEndedWhateverItsNameIs) {
   registers("10.0.0.1:1", 0x100000);
+  (void)manager_.open(RoomId{6}, {}, kNow);
+  speaks("10.0.0.1:1", 6);  // a room of the former life keeps its name known
   registers("10.0.0.9:9", 0x200000);
   const UseId use = *manager_.open(RoomId{5}, {}, kNow);
   speaks("10.0.0.9:9");
