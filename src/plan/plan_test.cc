@@ -129,7 +129,7 @@ void move_and_check(const Geometry& geometry, std::uint32_t p_tp, std::uint32_t 
   }
 }
 
-TEST(Plan, EveryByteArrivesForEveryTensorAndPipelineCut) {
+TEST(Plan, T03EveryByteArrivesForEveryTensorAndPipelineCut) {
   Random random(11);
   for (std::uint32_t heads : {1U, 2U, 4U, 8U}) {
     for (std::uint32_t p : {1U, 2U, 4U, 8U}) {
@@ -165,7 +165,7 @@ TEST(Plan, LatentCachesAreTheSameOnEveryRank) {
   move_and_check(geometry, 2, 3, 4, 1, random);
 }
 
-TEST(Plan, MoreRanksThanHeadsReplicateHeadsInOrder) {
+TEST(Plan, T01MoreRanksThanHeadsReplicateHeadsInOrder) {
   EXPECT_EQ(heads_of_rank(2, 4, 0), (HeadRange{0, 1}));
   EXPECT_EQ(heads_of_rank(2, 4, 1), (HeadRange{0, 1}));
   EXPECT_EQ(heads_of_rank(2, 4, 2), (HeadRange{1, 1}));
@@ -193,7 +193,7 @@ TEST(Plan, EqualLayoutsMeltIntoOnePieceForEachRun) {
   EXPECT_EQ(blocks[0].bytes, 3U * 4 * 8 * 16);
 }
 
-TEST(Plan, RunsBreakWhereEitherSideBreaks) {
+TEST(Plan, T12RunsBreakWhereEitherSideBreaks) {
   const auto runs = [](std::vector<PageIndex> s, std::vector<PageIndex> t) {
     return *make_runs(s, t);
   };
@@ -206,7 +206,7 @@ TEST(Plan, RunsBreakWhereEitherSideBreaks) {
 }
 
 // Offsets beyond 32 bits and bases with the top bit set are kept exactly.
-TEST(Plan, AddressesAreSixtyFourBit) {
+TEST(Plan, T14AddressesAreSixtyFourBit) {
   const Lane lane{.source = 0xffff81ab54e01000ULL,
                   .target = 0,
                   .source_item = 65536,

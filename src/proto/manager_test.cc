@@ -36,22 +36,34 @@ class NativeRoom : public testing::Test {
   NativeRoom() : manager_(self(), settings_, world_.ports()) {
     use_ = *manager_.open(RoomId{5}, kServer, kNow);
     EXPECT_TRUE(manager_.init(use_, 0, kNow).ok());
+    answer_calls({0, 1});
+  }
+  // The bootstrap server answers what was asked: of two dp groups with one rank each, those of
+  // `groups` are registered.
+  void answer_calls(const std::vector<std::uint32_t>& groups) {
     while (!world_.calls.empty()) {
       const auto call = world_.calls.front();
       world_.calls.erase(world_.calls.begin());
       HttpResponse response{404, ""};
       if (call.request.path == "/kvferry/v1/instance") {
-        wire::InstanceRank rank;
-        rank.address = kPrefill;
-        rank.native = {.life = {1, 1},
-                       .version_min = 1,
-                       .version_max = 1,
-                       .capabilities = {},
-                       .plane = "fake",
-                       .layout = pools(0x10000)};
-        response = {200, wire::to_json(wire::Instance{{2, 2}, {rank}, {}})};
+        wire::Instance instance{{2, 2}, {}, {}};
+        for (const std::uint32_t group : groups) {
+          wire::InstanceRank rank;
+          rank.address = kPrefill;
+          rank.dp_rank = group;
+          rank.native = {.life = {1, group + 1},
+                         .version_min = 1,
+                         .version_max = 1,
+                         .capabilities = {},
+                         .plane = "fake",
+                         .layout = pools(0x10000)};
+          instance.ranks.push_back(rank);
+        }
+        response = {200, wire::to_json(instance)};
       } else if (call.request.path.starts_with("/route")) {
-        response = {200, wire::to_json(wire::Topology{})};
+        wire::Topology topology;
+        topology.dp_size = 2;
+        response = {200, wire::to_json(topology)};
       }
       manager_.on_http(call.id, response, kNow);
     }
@@ -89,6 +101,197 @@ TEST_F(NativeRoom, AnAuxRowThatIsNotLentIsRefused) {
   manager_.on_frames(aux, kNow);  // lent, but to a native rank
   EXPECT_TRUE(world_.stored.empty());
   EXPECT_EQ(manager_.counters().refused_aux, 2U);
+}
+
+// An answer counts in the session and for the grant that it names, nowhere else.
+TEST_F(NativeRoom, AnAckFromAnotherSessionDoesNotReleasePages) {
+  ASSERT_TRUE(manager_.send_metadata(use_, {{1, 2}, 0, 0}, kNow).ok());
+  const auto frame = *wire::decode_native(world_.sent.back().frames);
+  const Token grant = std::get<wire::Metadata>(frame.message).grant;
+  manager_.abort(use_, Status(Code::kAborted, "enough"), kNow);
+
+  const auto says_ack = [&](Token session, Token of) {
+    manager_.on_frames(wire::encode_native({.version = wire::kNativeVersion,
+                                            .session = session,
+                                            .reply = kPrefill,
+                                            .message = wire::AbortAck{RoomId{5}, 0, {}, of}}),
+                       kNow);
+  };
+  says_ack({9, 9}, grant);
+  says_ack(frame.session, {7, 7});
+  EXPECT_FALSE(world_.views.at(use_).pages_reusable);
+
+  says_ack(frame.session, grant);
+  EXPECT_TRUE(world_.views.at(use_).pages_reusable);
+}
+
+TEST_F(NativeRoom, T17ALateSuccessDoesNotBringAClearedRoomBack) {
+  ASSERT_TRUE(manager_.send_metadata(use_, {{1}, 0, 0}, kNow).ok());
+  const auto frame = *wire::decode_native(world_.sent.back().frames);
+  const Token grant = std::get<wire::Metadata>(frame.message).grant;
+  const auto says = [&](wire::Message message) {
+    manager_.on_frames(wire::encode_native({.version = wire::kNativeVersion,
+                                            .session = frame.session,
+                                            .reply = kPrefill,
+                                            .message = std::move(message)}),
+                       kNow);
+  };
+  manager_.clear(use_, kNow);
+  says(wire::AbortAck{RoomId{5}, 0, {}, grant});
+  ASSERT_EQ(manager_.open_rooms(), 0U);
+
+  const UseId next = *manager_.open(RoomId{5}, kServer, kNow);
+  ASSERT_TRUE(manager_.init(next, 0, kNow).ok());
+  EXPECT_EQ(world_.views.at(next).state, RoomState::kWaitingForInput);
+  says(wire::Done{RoomId{5}, RoomState::kSuccess, 0, grant, {}});
+  EXPECT_EQ(world_.views.at(next).state, RoomState::kWaitingForInput);
+  EXPECT_EQ(manager_.open_rooms(), 1U);
+}
+
+// A rank that is registered no more would keep its session alive with its pings.
+TEST_F(NativeRoom, ASessionEndsWhenItsRankIsNotRegisteredAnyMore) {
+  const UseId other = *manager_.open(RoomId{6}, kServer, kNow);
+  ASSERT_TRUE(manager_.init(other, 1, kNow).ok());
+  ASSERT_EQ(manager_.sessions(), 2U);
+  manager_.clear(use_, kNow);
+  const auto frame = *wire::decode_native(world_.sent.back().frames);
+  manager_.on_frames(wire::encode_native({.version = wire::kNativeVersion,
+                                          .session = frame.session,
+                                          .reply = kPrefill,
+                                          .message = wire::Unknown{"restarted"}}),
+                     kNow);
+  ASSERT_EQ(manager_.sessions(), 1U) << "that of the rank in dp group 0 stands";
+
+  (void)manager_.open(RoomId{7}, kServer, kNow);  // looks the instance up again
+  answer_calls({1});
+  EXPECT_EQ(manager_.sessions(), 0U);
+}
+
+// A prefill rank and one native decode rank whose session is open.
+class NativeDecode : public testing::Test {
+ protected:
+  NativeDecode() : manager_(self(), settings_, world_.ports()) {
+    wire::Register m;
+    m.reply = kDecode;
+    m.life = {8, 8};
+    m.plane = "fake";
+    m.layout = pools(0x100000);
+    says(std::move(m));
+    says(wire::Pong{static_cast<std::uint64_t>(kNow.time_since_epoch().count())});
+  }
+  static PrefillSelf self() {
+    PrefillSelf self;
+    self.control = kPrefill;
+    self.bootstrap = kServer;
+    self.layout = pools(0x10000);
+    self.total_kv_heads = 1;
+    self.stage_layers = 1;
+    return self;
+  }
+  void says(wire::Message message) {
+    manager_.on_frames(wire::encode_native({.version = wire::kNativeVersion,
+                                            .session = kSession,
+                                            .reply = kDecode,
+                                            .message = std::move(message)}),
+                       kNow);
+  }
+  void lends(Token grant, std::vector<PageIndex> pages) {
+    wire::Metadata m;
+    m.room = RoomId{5};
+    m.reply = kDecode;
+    m.grant = grant;
+    m.pages = std::move(pages);
+    m.aux_row = 0;
+    m.writes_aux = true;
+    says(std::move(m));
+  }
+  void lands(std::size_t write) {
+    manager_.on_completion({Completion::Kind::kWrite,
+                            static_cast<std::uint64_t>(world_.writes.at(write).id),
+                            {},
+                            true,
+                            bytes_of(world_.writes.at(write).plan)},
+                           kNow);
+  }
+  RoomState state(UseId use) const { return world_.views.at(use).state; }
+
+  static constexpr Token kSession{6, 6}, kGrant{10, 1}, kNextGrant{10, 2};
+  vectors::FakeWorld world_;
+  Settings settings_;
+  PrefillManager manager_;
+};
+
+TEST_F(NativeDecode, AnAbortOfAnotherUseOfTheNumberLeavesThisOneAlone) {
+  const UseId use = *manager_.open(RoomId{5}, {}, kNow);
+  lends(kGrant, {1});
+  ASSERT_EQ(state(use), RoomState::kWaitingForInput);
+  says(wire::Abort{RoomId{5}, {}, {}, kNextGrant, "of another use"});
+  EXPECT_EQ(state(use), RoomState::kWaitingForInput);
+  EXPECT_EQ(manager_.pending_rooms(), 0U) << "it is not kept for the next sender either";
+
+  says(wire::Abort{RoomId{5}, {}, {}, kGrant, "of this one"});
+  EXPECT_EQ(state(use), RoomState::kFailed);
+}
+
+TEST_F(NativeDecode, T17TheNextUseOfANumberWaitsForItsSender) {
+  const UseId first = *manager_.open(RoomId{5}, {}, kNow);
+  lends(kGrant, {1});
+  ASSERT_TRUE(manager_.init(first, 1, 0, kNow).ok() && manager_.send(first, {1}, {}, kNow).ok());
+  lands(0);
+  ASSERT_EQ(state(first), RoomState::kSuccess);
+
+  lends(kNextGrant, {2});  // the first is not cleared here yet
+  EXPECT_EQ(manager_.pending_rooms(), 1U);
+  EXPECT_EQ(manager_.open(RoomId{5}, {}, kNow).status().code(), Code::kAlreadyExists);
+  manager_.clear(first, kNow);
+  const UseId next = *manager_.open(RoomId{5}, {}, kNow);
+  EXPECT_EQ(state(next), RoomState::kWaitingForInput);
+  ASSERT_TRUE(manager_.init(next, 1, 0, kNow).ok() && manager_.send(next, {1}, {}, kNow).ok());
+  ASSERT_EQ(world_.writes.size(), 2U);
+  EXPECT_EQ(world_.writes[1].authority.token, kNextGrant);
+}
+
+TEST_F(NativeDecode, T11EmptyChunksReachNoPlaneAndTheRoomEndsOnce) {
+  const UseId use = *manager_.open(RoomId{5}, {}, kNow);
+  lends(kGrant, {1, 2});
+  ASSERT_TRUE(manager_.init(use, 2, 0, kNow).ok());
+  ASSERT_TRUE(manager_.send(use, {}, {}, kNow).ok() && manager_.send(use, {}, {}, kNow).ok());
+  EXPECT_TRUE(world_.writes.empty());
+  ASSERT_TRUE(manager_.send(use, {1, 2}, {}, kNow).ok());
+  ASSERT_TRUE(manager_.send(use, {}, {}, kNow).ok());  // an empty trailer
+  ASSERT_EQ(world_.writes.size(), 1U);
+
+  const auto sent = world_.sent.size();
+  lands(0);
+  EXPECT_EQ(state(use), RoomState::kSuccess);
+  EXPECT_EQ(world_.sent.size(), sent + 1) << "one word to one decode rank";
+}
+
+TEST_F(NativeDecode, T33NoChunkIsWrittenBeforeItsEventWhicheverItIs) {
+  const UseId use = *manager_.open(RoomId{5}, {}, kNow);
+  lends(kGrant, {1, 2, 3});
+  ASSERT_TRUE(manager_.init(use, 3, 0, kNow).ok());
+  ASSERT_TRUE(manager_.send(use, {1}, ReadyId{1}, kNow).ok());
+  ASSERT_TRUE(manager_.send(use, {2}, ReadyId{2}, kNow).ok());
+  ASSERT_TRUE(manager_.send(use, {3}, ReadyId{3}, kNow).ok());
+  EXPECT_TRUE(world_.writes.empty());
+  manager_.on_ready(ReadyId{3}, kNow);  // the last fires first: it waits for its turn
+  EXPECT_TRUE(world_.writes.empty());
+  manager_.on_ready(ReadyId{1}, kNow);
+  EXPECT_EQ(world_.writes.size(), 1U);
+  manager_.on_ready(ReadyId{2}, kNow);
+  EXPECT_EQ(world_.writes.size(), 3U);
+}
+
+// Nobody answers pings: the leave to write runs out, and the session with it.
+TEST_F(NativeDecode, LeaveToWriteRunsOutWithoutAnswers) {
+  const UseId use = *manager_.open(RoomId{5}, {}, kNow);
+  lends(kGrant, {1});
+  const Time later = kNow + settings_.write_lease;
+  manager_.advance(later);
+  EXPECT_EQ(manager_.sessions(), 0U);
+  EXPECT_EQ(state(use), RoomState::kFailed);
+  EXPECT_EQ(world_.views.at(use).failure.status.code(), Code::kPeerLost);
 }
 
 // A prefill rank and one foreign decode rank.

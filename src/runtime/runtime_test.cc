@@ -133,7 +133,7 @@ TEST_P(OneProcess, ARoomArrivesByteForByte) {
   EXPECT_TRUE(eventually([&] { return receiver->pages_reusable() && sender->pages_reusable(); }));
 }
 
-TEST_P(OneProcess, NoSourceByteIsReadBeforeItsEventFires) {
+TEST_P(OneProcess, T33NoSourceByteIsReadBeforeItsEventFires) {
   auto receiver = decode_->open(RoomId{8}, bootstrap_);
   auto sender = prefill_->open(RoomId{8});
   ASSERT_TRUE(receiver->init().ok());
@@ -160,7 +160,7 @@ TEST_P(OneProcess, NoSourceByteIsReadBeforeItsEventFires) {
   close(event);
 }
 
-TEST_P(OneProcess, ANumberThatIsOpenIsRefusedAndTheFirstRoomGoesOn) {
+TEST_P(OneProcess, T17ANumberThatIsOpenIsRefusedAndTheFirstRoomGoesOn) {
   auto first = prefill_->open(RoomId{9});
   EXPECT_EQ(prefill_->open(RoomId{9}).status().code(), Code::kAlreadyExists);
   auto receiver = decode_->open(RoomId{9}, bootstrap_);

@@ -313,7 +313,15 @@ class TcpPlane::Engine {
       const std::lock_guard lock(mutex_);
       commands.swap(commands_);
     }
-    for (Command& command : commands) std::visit([this](auto& c) { handle(c); }, command);
+    for (Command& command : commands) {
+      try {
+        std::visit([this](auto& c) { handle(c); }, command);
+      } catch (const std::exception& error) {
+        // Memory above all. The write that asked for it fails; a grant that is not there refuses
+        // its writes.
+        if (const auto* spec = std::get_if<WriteSpec>(&command)) lose(spec->id, error.what());
+      }
+    }
   }
 
   void handle(Stop&) { stopping_ = true; }
@@ -341,6 +349,15 @@ class TcpPlane::Engine {
     (*connection)->writes.insert(id);
     (*connection)->turns.push(write->spec.flow, write.get());
     if (!(*connection)->connecting) pump(**connection);
+  }
+
+  // A write that could not even be queued.
+  void lose(WriteId id, const std::string& why) {
+    const Status status(Code::kExhausted, why);
+    if (writes_.contains(id) && writes_.at(id) != nullptr)
+      return finish(id, status, !writes_.at(id)->begun);
+    writes_.erase(id);
+    complete({Completion::Kind::kWrite, static_cast<std::uint64_t>(id), status, true, 0});
   }
 
   void handle(CancelCommand& c) {
