@@ -154,7 +154,7 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
 
     const Settings settings = settings_here();
     KernelEntropy entropy;
-    auto plane = data::TcpPlane::create({}, settings, entropy);
+    auto plane = data::create_tcp_plane({}, settings, entropy);
     if (!plane.ok()) throw std::runtime_error(plane.status().to_string());
     std::uint8_t* memory = big_memory(bytes);
     const auto source_order = shuffled(pages, 11), target_order = shuffled(pages, 12);
@@ -250,7 +250,7 @@ int run_bench_target() {
   std::memset(memory, kPoison, item * pages);
   const Settings settings = settings_here();
   KernelEntropy entropy;
-  auto plane = data::TcpPlane::create({}, settings, entropy);
+  auto plane = data::create_tcp_plane({}, settings, entropy);
   if (!plane.ok()) return 1;
   GrantGroup group{std::make_shared<const std::vector<GrantSlab>>(std::vector<GrantSlab>{
                        {reinterpret_cast<std::uint64_t>(memory), item, item, pages}}),

@@ -254,6 +254,8 @@ class Demo {
           {"aux_rows", o_.concurrency + 1},
           {"bootstrap_port", *port},
           {"plane", o_.plane},
+          {"private_memory", o_.private_memory},
+          {"shared_directory", o_.shared_directory},
           {"codec", o_.codec},
           {"sabotage", !prefill && dp == 0 && tp == 0 && pp == 0 ? o_.sabotage : ""}};
       rank.child->send(config.dump());
@@ -324,6 +326,9 @@ class Demo {
       rank.finished = true;
       stray_ += event["stray"].get<std::uint64_t>();
       cpu_seconds_ += event["cpu"].get<double>();
+      bytes_inline_ += event["inline"].get<std::uint64_t>();
+      bytes_ring_ += event["ring"].get<std::uint64_t>();
+      bytes_pulled_ += event["pulled"].get<std::uint64_t>();
       return true;
     }
     Active& a = active_.at(event["req"]);
@@ -554,6 +559,11 @@ class Demo {
         "{:<26}{:.2f} GB/s while rooms were under way ({:.1f} s of {:.1f} s; the rest fills and "
         "verifies)\n",
         "speed", speed, static_cast<double>(busy_ns) / 1e9, seconds_);
+    fmt::print(
+        "{:<26}{:.3f} GB through sockets, {:.3f} through shared rings, {:.3f} copied from shared "
+        "memory\n",
+        "ways", static_cast<double>(bytes_inline_) / 1e9, static_cast<double>(bytes_ring_) / 1e9,
+        static_cast<double>(bytes_pulled_) / 1e9);
     fmt::print("{:<26}p50 {:.0f} us, p99 {:.0f} us\n", "room latency", percentile(0.5),
                percentile(0.99));
     fmt::print("{:<26}{:.2f} (all ranks, without filling and verifying)\n", "CPU seconds per GB",
@@ -580,7 +590,10 @@ class Demo {
                    {"gigabytes_per_second", speed},
                    {"room_latency_us", {{"p50", percentile(0.5)}, {"p99", percentile(0.99)}}},
                    {"cpu_seconds_per_gigabyte", cpu},
-                   {"baseline_gigabytes_per_second", baseline_}}
+                   {"baseline_gigabytes_per_second", baseline_},
+                   {"bytes_inline", bytes_inline_},
+                   {"bytes_ring", bytes_ring_},
+                   {"bytes_pulled", bytes_pulled_}}
                   .dump(2)
            << "\n";
       if (!file) {
@@ -601,6 +614,8 @@ class Demo {
   std::vector<RankProcess> ranks_;
   std::map<std::size_t, Active> active_;
   std::size_t ended_ = 0, failed_ = 0;
+  std::uint64_t bytes_inline_ = 0, bytes_ring_ = 0,
+                bytes_pulled_ = 0;  // as the prefill ranks count
   std::uint64_t bytes_ = 0, expected_ = 0, skipped_ = 0, wrong_ = 0, stray_ = 0;
   std::vector<double> latencies_us_;
   std::vector<std::pair<std::int64_t, std::int64_t>> busy_;
@@ -636,9 +651,12 @@ int run_demo(const DemoOptions& options) {
   };
   auto geometry = load_model(options.model);
   if (!geometry.ok()) return usage(geometry.status());
-  if (options.plane != "tcp")
+  if (options.plane != "tcp" && options.plane != "shm" && options.plane != "auto")
     return usage(Status(Code::kInvalidArgument,
-                        fmt::format("plane '{}' is not there (tcp)", options.plane)));
+                        fmt::format("plane '{}' is not there (tcp, shm, auto)", options.plane)));
+  if (options.plane == "shm" && options.codec != "native")
+    return usage(Status(Code::kInvalidArgument,
+                        "plane shm reaches native ranks only; codec sglang needs tcp or auto"));
   const auto mapping = plan::map_ranks(
       {.tp_rank = 0, .tp_size = options.decode.tp, .pp_rank = 0, .pp_size = options.decode.pp},
       geometry->attention,

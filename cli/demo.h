@@ -17,7 +17,7 @@ Result<Cut> parse_cut(const std::string& text);
 struct DemoOptions {
   std::string model = "llama-3.1-8b";
   Cut prefill{.tp = 2, .pp = 1, .dp = 1}, decode{.tp = 4, .pp = 1, .dp = 1};
-  std::string plane = "tcp", codec = "native";
+  std::string plane = "auto", codec = "native";
   std::uint32_t page_size = 16;
   std::string trace;
   std::optional<std::uint64_t> requests, tokens;
@@ -26,6 +26,8 @@ struct DemoOptions {
   double speed = 0;  // 0: as fast as it goes
   std::string json;
   std::string sabotage;
+  std::string shared_directory = "/dev/shm";
+  bool private_memory = false;  // prefill pools that no other process may map
 };
 
 inline constexpr int kExitOk = 0, kExitWrong = 1, kExitUsage = 2, kExitInterrupted = 130;

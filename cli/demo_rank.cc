@@ -18,6 +18,7 @@
 #include "cli/pattern.h"
 #include "cli/workload.h"
 #include "kvferry/endpoint.h"
+#include "kvferry/memory.h"
 #include "src/plan/geometry.h"
 
 namespace kvferry::cli {
@@ -55,6 +56,13 @@ void say(const Json& json) {
     if (n <= 0 && errno != EINTR) _exit(3);  // the coordinator is gone
     if (n > 0) done += static_cast<std::size_t>(n);
   }
+}
+
+// Bytes that took one way, out of an endpoint's metrics.
+std::uint64_t bytes_by(const std::string& metrics, const std::string& way) {
+  const std::string series = "\nkvferry_plane_bytes_total{way=\"" + way + "\"} ";
+  const auto at = metrics.find(series);
+  return at == std::string::npos ? 0 : std::stoull(metrics.substr(at + series.size()));
 }
 
 // A request as this rank sees it.
@@ -96,10 +104,17 @@ class Rank {
     layout_ = plan::layout_of_rank(geometry_, place_, page_tokens_, config["pool_pages"],
                                    config["aux_rows"]);
     bytes_ = plan::place_slabs(layout_, 0, 4096);
-    memory_ = static_cast<std::uint8_t*>(
-        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (memory_ == MAP_FAILED) fail(fmt::format("no memory for {} bytes of pages", bytes_));
-    madvise(memory_, bytes_, MADV_HUGEPAGE);
+    if (prefill_ && config["plane"] != "tcp" && !config["private_memory"].get<bool>()) {
+      auto shared = SharedMemory::create(bytes_);
+      if (!shared.ok()) fail(shared.status().to_string());
+      memory_ = static_cast<std::uint8_t*>(shared->data());
+      shared_.push_back(std::move(*shared));
+    } else {
+      memory_ = static_cast<std::uint8_t*>(
+          mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+      if (memory_ == MAP_FAILED) fail(fmt::format("no memory for {} bytes of pages", bytes_));
+      madvise(memory_, bytes_, MADV_HUGEPAGE);
+    }
     std::memset(memory_, kPoison, bytes_);
     plan::place_slabs(layout_, reinterpret_cast<std::uint64_t>(memory_), 4096);
     const auto common = [&](EndpointOptions& o) {
@@ -108,6 +123,12 @@ class Rank {
       o.mla = geometry_.attention.mla;
       o.total_kv_heads = geometry_.kv_heads;
       o.native = config["codec"] == "native";
+      const std::string plane = config["plane"];
+      o.plane = plane == "tcp"   ? PlaneKind::kTcp
+                : plane == "shm" ? PlaneKind::kShm
+                                 : PlaneKind::kAuto;
+      o.shared_directory = config["shared_directory"];
+      for (const SharedMemory& memory : shared_) o.shared.push_back(memory.region());
       o.log_level = LogLevel::kError;
       (void)apply_environment(o.settings,
                               [](const char* name) -> const char* { return std::getenv(name); });
@@ -349,9 +370,15 @@ class Rank {
       scan(reinterpret_cast<const std::uint8_t*>(end_of_last),
            reinterpret_cast<std::uint64_t>(memory_) + bytes_ - end_of_last);
     }
+    const std::string metrics = prefill_ ? prefill_endpoint_->metrics() : "";
     prefill_endpoint_.reset();
     decode_endpoint_.reset();
-    say({{"ev", "finished"}, {"stray", stray}, {"cpu", cpu}});
+    say({{"ev", "finished"},
+         {"stray", stray},
+         {"cpu", cpu},
+         {"inline", bytes_by(metrics, "inline")},
+         {"ring", bytes_by(metrics, "ring")},
+         {"pulled", bytes_by(metrics, "pulled")}});
     std::exit(0);
   }
 
@@ -364,6 +391,7 @@ class Rank {
   Address bootstrap_;
   Layout layout_;
   std::uint8_t* memory_ = nullptr;
+  std::vector<SharedMemory> shared_;  // none or one, and memory_ is in it
   std::unique_ptr<PrefillEndpoint> prefill_endpoint_;
   std::unique_ptr<DecodeEndpoint> decode_endpoint_;
   std::map<std::size_t, Job> jobs_;

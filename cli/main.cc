@@ -86,7 +86,15 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   demo_command->add_option("--prefill", prefill, "cut of the prefill side")->capture_default_str();
   demo_command->add_option("--decode", decode, "cut of the decode side")->capture_default_str();
-  demo_command->add_option("--plane", demo.plane, "data plane: tcp")->capture_default_str();
+  demo_command
+      ->add_option("--plane", demo.plane, "data plane: tcp, shm, or auto (shm where it reaches)")
+      ->capture_default_str();
+  demo_command
+      ->add_option("--shared-directory", demo.shared_directory, "where the ranks of one host meet")
+      ->capture_default_str();
+  demo_command->add_flag(
+      "--private-memory", demo.private_memory,
+      "prefill pools in memory that no other process may map: shm takes its rings");
   demo_command
       ->add_option("--codec", demo.codec,
                    "native, or sglang: the reference's messages on both sides")

@@ -5,7 +5,7 @@
 
 #include "src/data/grant_table.h"
 #include "src/data/plan_cursor.h"
-#include "src/data/tcp/frames.h"
+#include "src/data/stream/frames.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace kvferry;

@@ -52,6 +52,10 @@ struct Settings {
   std::uint64_t writes_per_peer_max = 65536;
   Duration cancel_patience = std::chrono::milliseconds(500);
   Duration connect_timeout = std::chrono::seconds(5);
+  std::uint64_t copier_kernel = 0;
+  std::uint64_t copier_threads = 0;
+  std::uint64_t shm_ring_bytes = 2ULL << 20;
+  std::uint64_t shm_pulls_max = 4096;
   // Behaviour
   bool all_cp_ranks = false;
   bool force_query_dp_rank = false;

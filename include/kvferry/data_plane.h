@@ -55,6 +55,9 @@ using PlaneAddress = std::string;
 struct Region {
   std::uint64_t base = 0, bytes = 0;
   Memory memory;
+  // The file that it is a mapping of, from its first byte on, where peers on this host may map it
+  // too (SharedMemory in memory.h); -1: private. Not owned, open until the region is registered.
+  int file = -1;
 };
 
 // Pools whose items a grant lends. One list serves every grant of an endpoint.
@@ -104,6 +107,13 @@ struct Completion {
   std::uint64_t bytes = 0;  // of a write that is ok
 };
 
+// Bytes of writes that landed, by the way they took, as the source counts them.
+struct PlaneCounters {
+  std::uint64_t bytes_inline = 0;  // through a socket, or a plane within one process
+  std::uint64_t bytes_ring = 0;    // through shared memory
+  std::uint64_t bytes_pulled = 0;  // copied by the target out of the source's own memory
+};
+
 // All calls come from the endpoint's loop thread and never block. Nothing fails on the spot: a
 // write that cannot be made completes with its error. Exactly one completion per WriteId and per
 // FenceId.
@@ -133,6 +143,8 @@ class KVF_API DataPlane {
   // How long writes of a dead or deaf writer may go on landing after a revoke's fence. 0 where
   // revoke is a fence.
   [[nodiscard]] virtual Duration orphan_write_bound() const = 0;
+  // May be called from any thread.
+  [[nodiscard]] virtual PlaneCounters counters() const = 0;
 };
 
 }  // namespace kvferry

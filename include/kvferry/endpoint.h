@@ -22,8 +22,10 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "kvferry/config.h"
+#include "kvferry/data_plane.h"
 #include "kvferry/export.h"
 #include "kvferry/layout.h"
 #include "kvferry/status.h"
@@ -43,8 +45,10 @@ class LoopbackFabric;
 }
 KVF_API std::shared_ptr<data::LoopbackFabric> make_loopback_fabric();
 
-// Which way the bytes take. kLoopback reaches endpoints with the same fabric only.
-enum class PlaneKind : std::uint8_t { kTcp, kLoopback };
+// Which way the bytes take. kAuto: shared memory to every peer on this host that can be reached so,
+// else TCP; chosen anew for each pair of ranks. kShm reaches native ranks of this host only,
+// kLoopback endpoints with the same fabric.
+enum class PlaneKind : std::uint8_t { kAuto, kTcp, kShm, kLoopback };
 
 enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError, kOff };
 
@@ -58,8 +62,12 @@ struct EndpointOptions {
   std::string kv_cache_dtype = "auto";  // compared with the other side as text
   std::string listen_host = "127.0.0.1";
   std::string public_host;  // what others connect to; listen_host if empty. Never a wildcard.
-  PlaneKind plane = PlaneKind::kTcp;
+  PlaneKind plane = PlaneKind::kAuto;
   std::shared_ptr<data::LoopbackFabric> loopback;  // for kLoopback
+  // For kAuto and kShm: where this host's ranks meet. Containers that share it reach each other.
+  std::string shared_directory = "/dev/shm";
+  // SharedMemory that slabs lie in (memory.h): peers on this host copy straight out of it.
+  std::vector<Region> shared;
   bool native = true;  // false: speak and register as a rank of the reference
   LogLevel log_level = LogLevel::kWarning;
   Settings settings;

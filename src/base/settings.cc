@@ -106,6 +106,20 @@ void describe_settings(S& s, F&& f) {
   f(RowInfo{"connect_timeout", "KVFERRY_CONNECT_TIMEOUT", "ms",
             "a data connection must stand after this", 1, 600000},
     s.connect_timeout);
+  f(RowInfo{"copier_kernel", "KVFERRY_COPIER_KERNEL", "",
+            "how pieces are copied, by its number in `kvferry bench copier`; 0: measured at start",
+            0, 64},
+    s.copier_kernel);
+  f(RowInfo{"copier_threads", "KVFERRY_COPIER_THREADS", "",
+            "threads that copy for one endpoint; 0: an eighth of the cores, 1 to 8", 0, 256},
+    s.copier_threads);
+  f(RowInfo{"shm_ring_bytes", "KVFERRY_SHM_RING_BYTES", "B",
+            "ring of shared memory between two endpoints of one host", 64ULL << 10, 64ULL << 20},
+    s.shm_ring_bytes);
+  f(RowInfo{"shm_pulls_max", "KVFERRY_SHM_PULLS_MAX", "",
+            "writes under way that their targets copy out of shared memory; others take the ring",
+            1, 65536},
+    s.shm_pulls_max);
   f(RowInfo{"all_cp_ranks", "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "bool",
             "every context-parallel prefill rank sends its part", 0, 1},
     s.all_cp_ranks);

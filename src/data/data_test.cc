@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 
 #include "src/base/random.h"
-#include "src/data/copier.h"
+#include "src/data/copier/copier.h"
 #include "src/data/flow_queue.h"
 #include "src/data/grant_table.h"
 #include "src/data/plan_cursor.h"
-#include "src/data/tcp/frames.h"
+#include "src/data/stream/frames.h"
 #include "src/plan/planner.h"
 
 namespace kvferry::data {
@@ -137,19 +137,89 @@ TEST_F(Grants, ForeignWritersAreCheckedAgainstTheUnionOfWhatIsLentToThem) {
 }
 
 TEST(Copier, CopiesEverySizeAtEveryAlignmentAndNothingBeyond) {
-  const CopyFunction copy = landing_copy();
-  std::vector<std::uint8_t> from(1024), to(1024 + 256);
-  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint8_t>(i * 13 + 1);
-  for (std::size_t bytes = 0; bytes < 700; bytes += bytes < 200 ? 1 : 37) {
-    for (std::size_t offset = 0; offset < 66; offset += 3) {
-      std::fill(to.begin(), to.end(), 0xEE);
-      copy(to.data() + 64 + offset, from.data() + offset % 5, bytes);
-      landing_fence();
-      ASSERT_EQ(0, std::memcmp(to.data() + 64 + offset, from.data() + offset % 5, bytes));
-      ASSERT_EQ(to[63 + offset], 0xEE);
-      ASSERT_EQ(to[64 + offset + bytes], 0xEE);
+  for (const Kernel& kernel : kernels()) {
+    std::vector<std::uint8_t> from(1024), to(1024 + 256);
+    for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint8_t>(i * 13 + 1);
+    for (std::size_t bytes = 0; bytes < 700; bytes += bytes < 200 ? 1 : 37) {
+      for (std::size_t offset = 0; offset < 66; offset += 3) {
+        std::fill(to.begin(), to.end(), 0xEE);
+        const Piece piece{reinterpret_cast<char*>(to.data()) + 64 + offset,
+                          reinterpret_cast<const char*>(from.data()) + offset % 5, bytes};
+        kernel.copy({&piece, 1});
+        landing_fence();
+        ASSERT_EQ(0, std::memcmp(to.data() + 64 + offset, from.data() + offset % 5, bytes));
+        ASSERT_EQ(to[63 + offset], 0xEE);
+        ASSERT_EQ(to[64 + offset + bytes], 0xEE);
+      }
     }
   }
+}
+
+// Every kernel, alone and with helpers: what is gathered and scattered again is what a list says.
+TEST(Copier, GathersScattersAndCopiesWhatThePlanSays) {
+  Random random(21);
+  constexpr std::uint32_t kItem = 6000, kItems = 400;
+  std::vector<char> source(kItem * kItems), target(kItem * kItems), expected(kItem * kItems);
+  for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<char>(i * 31 + i / 256);
+  for (std::uint64_t kernel = 0; kernel <= kernels().size(); ++kernel) {
+    for (const std::uint64_t threads : {1U, 3U}) {
+      Settings settings;
+      settings.copier_kernel = kernel;
+      settings.copier_threads = threads;
+      Copier copier(settings);
+      EXPECT_EQ(copier.threads(), threads);
+      Lane lane{.source = reinterpret_cast<std::uint64_t>(source.data()),
+                .target = reinterpret_cast<std::uint64_t>(target.data()),
+                .source_item = kItem,
+                .target_item = kItem,
+                .rows = 4,
+                .bytes = static_cast<std::uint32_t>(1 + random.below(900)),
+                .source_row = 1000,
+                .target_row = 1400};
+      const Lane large{.source = lane.source,
+                       .target = lane.target,
+                       .source_item = kItem,
+                       .target_item = kItem,
+                       .rows = 1,
+                       .bytes = kItem};
+      const CopyPlan plan{CopyGroup{{lane}, {kvferry::Run{0, 100, 50}, kvferry::Run{60, 3, 90}}},
+                          CopyGroup{{large}, {kvferry::Run{200, 210, 150}}}};
+      std::fill(expected.begin(), expected.end(), '\xEE');
+      for (const plan::Block& block : plan::expand(plan))
+        std::memcpy(expected.data() + (block.target - lane.target),
+                    reinterpret_cast<const void*>(block.source), block.bytes);
+
+      std::fill(target.begin(), target.end(), '\xEE');
+      PlanCursor from(plan), to(plan), both(plan);
+      std::vector<char> buffer(300000);
+      for (std::uint64_t n; (n = copier.gather(from, buffer.size(), buffer.data())) > 0;)
+        ASSERT_EQ(copier.scatter(to, n, buffer.data()), n);
+      EXPECT_EQ(target, expected) << "kernel " << kernel << ", threads " << threads;
+
+      std::fill(target.begin(), target.end(), '\xEE');
+      while (copier.direct(both, 777777) > 0) {
+      }
+      EXPECT_EQ(target, expected) << "kernel " << kernel << ", threads " << threads;
+    }
+  }
+}
+
+TEST(Copier, ThreadsFollowTheCores) {
+  Settings settings;
+  for (const auto& [cores, threads] :
+       {std::pair{2U, 1U}, {8U, 1U}, {16U, 2U}, {64U, 8U}, {128U, 8U}})
+    EXPECT_EQ(copier_threads(settings, cores), threads);
+  settings.copier_threads = 5;
+  EXPECT_EQ(copier_threads(settings, 2), 5U);
+}
+
+TEST(Copier, TheMeasurementChoosesKernelsThatExist) {
+  const KernelChoice choice = measure_kernels();
+  for (const auto& kind : choice.kernel) {
+    for (const std::uint8_t kernel : kind) EXPECT_LT(kernel, kernels().size());
+    EXPECT_EQ(kind[0], 0) << "pieces below 128 bytes take memcpy";
+  }
+  EXPECT_EQ(measured_kernels(), measured_kernels());
 }
 
 TEST(FlowQueue, EveryFlowHasOneTurnHoweverManyWritesItHas) {
@@ -170,30 +240,40 @@ TEST(FlowQueue, EveryFlowHasOneTurnHoweverManyWritesItHas) {
   EXPECT_EQ(*queue.front(), 2);
 }
 
-TEST(TcpFrames, ThePlanCrossesWithoutItsSourceSide) {
+TEST(StreamFrames, ThePlanCrossesWithoutItsSourceSide) {
   Random random(6);
   for (int i = 0; i < 200; ++i) {
     const CopyPlan plan = random_plan(random);
     const Authority authority{random.token(), false};
-    const std::string bytes = tcp::encode_begin(authority, plan);
-    const auto back = tcp::decode_begin(bytes);
+    const std::string bytes = stream::encode_begin(authority, plan);
+    const auto back = stream::decode_begin(bytes);
     ASSERT_TRUE(back.ok()) << back.status().to_string();
     EXPECT_EQ(back->authority.token, authority.token);
+    stream::Begin pull{authority, plan, 7, 9, 11};
+    const std::string pull_bytes = stream::encode_pull(pull);
+    const auto pulled = stream::decode_pull(pull_bytes);
+    ASSERT_TRUE(pulled.ok());
+    EXPECT_EQ(pulled->flow, 7U);
+    EXPECT_EQ(pulled->epoch, 9U);
+    EXPECT_EQ(pulled->epoch_slot, 11U);
+    EXPECT_EQ(pulled->plan.size(), plan.size());
+    for (std::size_t g = 0; g < plan.size(); ++g) EXPECT_EQ(pulled->plan[g].runs, plan[g].runs);
     EXPECT_EQ(bytes_of(back->plan), bytes_of(plan));
     for (std::size_t cut = 0; cut < bytes.size(); cut += 3)
-      EXPECT_FALSE(tcp::decode_begin(std::string_view(bytes).substr(0, cut)).ok());
+      EXPECT_FALSE(stream::decode_begin(std::string_view(bytes).substr(0, cut)).ok());
   }
 }
 
-TEST(TcpFrames, RandomBytesAreRefused) {
+TEST(StreamFrames, RandomBytesAreRefused) {
   Random random(7);
   for (int i = 0; i < 100000; ++i) {
     std::string bytes(random.below(120), '\0');
     for (char& c : bytes)
       c = static_cast<char>(random.chance(70) ? random.below(3) : random.below(256));
-    (void)tcp::decode_begin(bytes);
-    (void)tcp::decode_hello(bytes);
-    (void)tcp::decode_done(bytes);
+    (void)stream::decode_begin(bytes);
+    (void)stream::decode_hello(bytes);
+    (void)stream::decode_pull(bytes);
+    (void)stream::decode_done(bytes);
   }
 }
 

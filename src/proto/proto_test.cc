@@ -36,6 +36,7 @@ class RecordingPlane final : public DataPlane {
   std::size_t poll(std::vector<Completion>&) override { return 0; }
   [[nodiscard]] int ready_fd() const override { return -1; }
   [[nodiscard]] Duration orphan_write_bound() const override { return bound_; }
+  [[nodiscard]] PlaneCounters counters() const override { return {}; }
 
  private:
   Duration bound_;

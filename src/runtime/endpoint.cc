@@ -13,7 +13,9 @@
 
 #include "src/base/check.h"
 #include "src/base/parse.h"
+#include "src/data/choice/choice_plane.h"
 #include "src/data/loopback/loopback_plane.h"
+#include "src/data/shm/shm_plane.h"
 #include "src/data/tcp/tcp_plane.h"
 #include "src/plan/geometry.h"
 #include "src/runtime/log.h"
@@ -57,13 +59,33 @@ Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name,
   if (!control.ok()) return control.status();
   e.control_ = std::move(*control);
   switch (e.options.plane) {
+    case PlaneKind::kAuto:
     case PlaneKind::kTcp: {
-      auto plane = data::TcpPlane::create(
+      auto tcp = data::create_tcp_plane(
           {std::string(without_brackets(e.options.listen_host)), 0, e.options.public_host},
           e.options.settings, e.entropy_);
-      if (!plane.ok()) return plane.status();
-      e.session_name_ = (*plane)->session_name();
-      e.plane_ = std::move(*plane);
+      if (!tcp.ok()) return tcp.status();
+      e.session_name_ = (*tcp)->session_name();
+      e.plane_ = std::move(*tcp);
+      if (e.options.plane == PlaneKind::kTcp) break;
+      auto shm = data::create_shm_plane(e.options.shared_directory, e.options.settings, e.entropy_);
+      if (!shm.ok()) {
+        e.trace(proto::Severity::kWarning, "tcp only: " + shm.status().message());
+        break;
+      }
+      auto both =
+          data::ChoicePlane::create(std::move(*shm), std::move(e.plane_), data::shm_plane_in_reach);
+      if (!both.ok()) return both.status();
+      e.plane_ = std::move(*both);
+      break;
+    }
+    case PlaneKind::kShm: {
+      if (!e.options.native)
+        return Status(Code::kInvalidArgument,
+                      "the shm plane reaches native ranks only; a rank of the reference needs tcp");
+      auto shm = data::create_shm_plane(e.options.shared_directory, e.options.settings, e.entropy_);
+      if (!shm.ok()) return shm.status();
+      e.plane_ = std::move(*shm);
       break;
     }
     case PlaneKind::kLoopback:
@@ -76,9 +98,10 @@ Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name,
               ->address();  // "loopback:N" looks like host:port, as foreign registrations want it
       break;
   }
-  if (const auto region = e.plane_->register_memory(plan::regions_of(e.options.layout));
-      !region.ok())
-    return region.status();
+  for (const auto& regions : {plan::regions_of(e.options.layout), e.options.shared}) {
+    if (const auto region = e.plane_->register_memory(regions); !region.ok())
+      return region.status();
+  }
   e.http_ = std::make_unique<net::HttpClient>();
   e.epoll_ = epoll_create1(EPOLL_CLOEXEC);
   e.inbox_event_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
@@ -179,7 +202,15 @@ void Endpoint::stop(Duration patience) {
 std::string Endpoint::metrics() {
   auto promise = std::make_shared<std::promise<std::string>>();
   auto text = promise->get_future();
-  const Status posted = post([this, promise](Time) { promise->set_value(manager_->metrics()); });
+  const Status posted = post([this, promise](Time) {
+    const PlaneCounters bytes = plane_->counters();
+    promise->set_value(manager_->metrics() +
+                       fmt::format("# TYPE kvferry_plane_bytes_total counter\n"
+                                   "kvferry_plane_bytes_total{{way=\"inline\"}} {}\n"
+                                   "kvferry_plane_bytes_total{{way=\"ring\"}} {}\n"
+                                   "kvferry_plane_bytes_total{{way=\"pulled\"}} {}\n",
+                                   bytes.bytes_inline, bytes.bytes_ring, bytes.bytes_pulled));
+  });
   if (!posted.ok()) return "";
   try {
     return text.get();

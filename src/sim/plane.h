@@ -77,6 +77,7 @@ class SimPlane final : public DataPlane {
   std::size_t poll(std::vector<Completion>& out) override;
   [[nodiscard]] int ready_fd() const override { return -1; }
   [[nodiscard]] Duration orphan_write_bound() const override { return Duration::zero(); }
+  [[nodiscard]] PlaneCounters counters() const override { return {}; }
 
  private:
   struct Piece {

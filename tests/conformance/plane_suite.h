@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 
 #include "kvferry/data_plane.h"
@@ -26,6 +27,8 @@ class PlanePair {
 struct PlaneCase {
   std::string name;
   std::function<std::unique_ptr<PlanePair>()> make;
+  bool shared_source = false;  // the source's memory may be mapped by the target
+  friend std::ostream& operator<<(std::ostream& out, const PlaneCase& c) { return out << c.name; }
 };
 
 }  // namespace kvferry::conformance

@@ -6,8 +6,11 @@
 
 #include <gtest/gtest.h>
 
+#include "kvferry/memory.h"
 #include "src/base/random.h"
+#include "src/data/choice/choice_plane.h"
 #include "src/data/loopback/loopback_plane.h"
+#include "src/data/shm/shm_plane.h"
 #include "src/data/tcp/tcp_plane.h"
 #include "src/plan/planner.h"
 #include "src/sim/plane.h"
@@ -54,16 +57,66 @@ class TcpPair final : public PlanePair {
   }
 
  private:
-  std::unique_ptr<data::TcpPlane> make(std::uint16_t port) {
-    auto plane = data::TcpPlane::create(
+  std::unique_ptr<data::StreamPlane> make(std::uint16_t port) {
+    auto plane = data::create_tcp_plane(
         {.listen_host = "127.0.0.1", .listen_port = port, .public_host = {}}, settings_, entropy_);
     EXPECT_TRUE(plane.ok()) << plane.status().to_string();
     return std::move(*plane);
   }
   Settings settings_;
   KernelEntropy entropy_;
-  std::unique_ptr<data::TcpPlane> source_, target_;
+  std::unique_ptr<data::StreamPlane> source_, target_;
 };
+
+class ShmPair final : public PlanePair {
+ public:
+  ShmPair() : source_(make()), target_(make()) {}
+  DataPlane& source() override { return *source_; }
+  DataPlane& target() override { return *target_; }
+  void step() override { wait_for_either(*source_, *target_); }
+  void replace_target() override {
+    target_.reset();
+    target_ = make();
+  }
+
+ private:
+  std::unique_ptr<data::StreamPlane> make() {
+    auto plane = data::create_shm_plane("/dev/shm", settings_, entropy_);
+    EXPECT_TRUE(plane.ok()) << plane.status().to_string();
+    return std::move(*plane);
+  }
+  Settings settings_;
+  KernelEntropy entropy_;
+  std::unique_ptr<data::StreamPlane> source_, target_;
+};
+
+// Both planes at either end; `in_reach` decides which one is taken.
+template <bool (*in_reach)(const PlaneAddress&)>
+class ChoicePair final : public PlanePair {
+ public:
+  ChoicePair() : source_(make()), target_(make()) {}
+  DataPlane& source() override { return *source_; }
+  DataPlane& target() override { return *target_; }
+  void step() override { wait_for_either(*source_, *target_); }
+  void replace_target() override {
+    target_.reset();
+    target_ = make();
+  }
+
+ private:
+  std::unique_ptr<data::ChoicePlane> make() {
+    auto shm = data::create_shm_plane("/dev/shm", settings_, entropy_);
+    auto tcp = data::create_tcp_plane({}, settings_, entropy_);
+    EXPECT_TRUE(shm.ok() && tcp.ok());
+    return std::move(*data::ChoicePlane::create(std::move(*shm), std::move(*tcp), in_reach));
+  }
+  Settings settings_;
+  KernelEntropy entropy_;
+  std::unique_ptr<data::ChoicePlane> source_, target_;
+};
+bool never(const PlaneAddress&) {
+  return false;
+}
 
 class SimPair final : public PlanePair {
  public:
@@ -94,20 +147,25 @@ class SimPair final : public PlanePair {
 class Plane : public testing::TestWithParam<PlaneCase> {
  protected:
   static constexpr std::uint32_t kItems = 64, kItemBytes = 4096;
-  Plane()
-      : pair_(GetParam().make()),
-        source_memory_(kItems * kItemBytes),
-        target_memory_(kItems * kItemBytes, 0xEE) {
+  Plane() : pair_(GetParam().make()), target_memory_(kItems * kItemBytes, 0xEE) {
+    if (GetParam().shared_source) {
+      shared_.emplace(std::move(*SharedMemory::create(kItems * kItemBytes)));
+      source_memory_ = {static_cast<std::uint8_t*>(shared_->data()), shared_->size()};
+    } else {
+      private_.resize(kItems * kItemBytes);
+      source_memory_ = private_;
+    }
     for (std::size_t i = 0; i < source_memory_.size(); ++i)
       source_memory_[i] = static_cast<std::uint8_t>(i * 31 + i / 256);
     slabs_ = std::make_shared<const std::vector<GrantSlab>>(
         std::vector<GrantSlab>{{base(target_memory_), kItemBytes, kItemBytes, kItems}});
-    const std::vector<Region> source_regions{{base(source_memory_), source_memory_.size(), {}}},
-        target_regions{{base(target_memory_), target_memory_.size(), {}}};
+    const std::vector<Region> source_regions{
+        shared_ ? shared_->region() : Region{base(source_memory_), source_memory_.size(), {}, -1}},
+        target_regions{{base(target_memory_), target_memory_.size(), {}, -1}};
     EXPECT_TRUE(pair_->source().register_memory(source_regions).ok());
     EXPECT_TRUE(pair_->target().register_memory(target_regions).ok());
   }
-  static std::uint64_t base(const std::vector<std::uint8_t>& memory) {
+  static std::uint64_t base(std::span<const std::uint8_t> memory) {
     return reinterpret_cast<std::uint64_t>(memory.data());
   }
 
@@ -163,7 +221,10 @@ class Plane : public testing::TestWithParam<PlaneCase> {
 
   static constexpr Token kToken{11, 22};
   std::unique_ptr<PlanePair> pair_;
-  std::vector<std::uint8_t> source_memory_, target_memory_;
+  std::vector<std::uint8_t> private_;
+  std::optional<SharedMemory> shared_;
+  std::span<std::uint8_t> source_memory_;
+  std::vector<std::uint8_t> target_memory_;
   GrantSlabs slabs_;
   std::map<std::uint64_t, Completion> writes_, fences_;
 };
@@ -240,7 +301,8 @@ TEST_P(Plane, AfterARevokesFenceNothingLands) {
 TEST_P(Plane, ACancelledWriteCompletesAndThenNothingOfItLands) {
   lend(1, kToken, {0, 1, 2, 3, 4, 5, 6, 7});
   CopyPlan p = plan(0, 0, 8);
-  for (int i = 0; i < 4000; ++i) p[0].runs.push_back(kvferry::Run{0, 0, 8});
+  // Gigabytes, so that no way of moving them is done before the cancel comes.
+  for (int i = 0; i < 100000; ++i) p[0].runs.push_back(kvferry::Run{0, 0, 8});
   write(1, {kToken, false}, p, 1);
   write(9, {kToken, false}, plan(0, 0, 1), 2);
   wait_write(9);  // now the large one is on its way
@@ -270,7 +332,7 @@ TEST_P(Plane, ForgettingAPeerCompletesItsWritesAndSparesOthers) {
 TEST_P(Plane, AnAddressNamesOneLifeOnly) {
   const PlaneAddress old = pair_->target().address();
   pair_->replace_target();
-  const std::vector<Region> regions{{base(target_memory_), target_memory_.size(), {}}};
+  const std::vector<Region> regions{{base(target_memory_), target_memory_.size(), {}, -1}};
   EXPECT_TRUE(pair_->target().register_memory(regions).ok());
   lend(1, kToken, {0});
   pair_->source().write({WriteId{1}, old, {kToken, false}, 1, plan(0, 0, 1)});
@@ -327,9 +389,15 @@ TEST_P(Plane, AWriteWithoutBytesCompletes) {
 
 INSTANTIATE_TEST_SUITE_P(
     Every, Plane,
-    testing::Values(PlaneCase{"loopback", [] { return std::make_unique<LoopbackPair>(); }},
-                    PlaneCase{"tcp", [] { return std::make_unique<TcpPair>(); }},
-                    PlaneCase{"sim", [] { return std::make_unique<SimPair>(); }}),
+    testing::Values(
+        PlaneCase{"loopback", [] { return std::make_unique<LoopbackPair>(); }},
+        PlaneCase{"tcp", [] { return std::make_unique<TcpPair>(); }},
+        PlaneCase{"shm_ring", [] { return std::make_unique<ShmPair>(); }},
+        PlaneCase{"shm_pulled", [] { return std::make_unique<ShmPair>(); }, true},
+        PlaneCase{"choice_shm",
+                  [] { return std::make_unique<ChoicePair<data::shm_plane_in_reach>>(); }, true},
+        PlaneCase{"choice_tcp", [] { return std::make_unique<ChoicePair<never>>(); }},
+        PlaneCase{"sim", [] { return std::make_unique<SimPair>(); }}),
     [](const auto& param) { return param.param.name; });
 
 }  // namespace

@@ -54,6 +54,20 @@ def cuts():
     expect(code == 0 and numbers["bytes"] == numbers["expected_bytes"] + 6 * (64 + 512), text)
 
 
+def planes():
+    with tempfile.TemporaryDirectory() as folder:
+        for arguments, way in ((["tcp"], "bytes_inline"), (["shm"], "bytes_pulled"), (["shm", "--private-memory"], "bytes_ring"),
+                               (["auto"], "bytes_pulled"), (["auto", "--private-memory"], "bytes_ring")):
+            numbers = right("--shared-directory", folder, "--prefill", "tp=2", "--decode", "tp=4", "--plane", *arguments)
+            expect(numbers[way] == numbers["bytes"], arguments, numbers)
+        expect(not os.listdir(folder), "sockets left behind", os.listdir(folder))
+    # Where no socket can be made, auto takes tcp and shm says why not.
+    numbers = right("--shared-directory", "/nowhere")
+    expect(numbers["bytes_inline"] == numbers["bytes"], numbers)
+    code, _, text = run(*SMALL, "--plane", "shm", "--shared-directory", "/nowhere")
+    expect(code == 1 and "cannot listen at /nowhere" in text, code, text)
+
+
 def trace():
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         for i in range(6):
@@ -75,7 +89,7 @@ def sabotage():
 
 
 def usage():
-    for arguments in (["demo", "--model", "nothing"], ["demo", "--prefill", "tp=0"], ["demo", "--plane", "pigeon"], ["demo", "--prefill", "tp=2", "--decode", "tp=3"],
+    for arguments in (["demo", "--model", "nothing"], ["demo", "--prefill", "tp=0"], ["demo", "--plane", "pigeon"], ["demo", "--plane", "shm", "--codec", "sglang"], ["demo", "--prefill", "tp=2", "--decode", "tp=3"],
                       ["demo", "--trace", "/nowhere"], ["demo", "--scale", "-1"], ["demo", "--nonsense"], ["nonsense"]):
         done = subprocess.run([TOOL, *arguments], capture_output=True, text=True, timeout=60)
         expect(done.returncode == 2, arguments, done.returncode, done.stdout + done.stderr)

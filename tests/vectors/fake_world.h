@@ -57,6 +57,7 @@ struct FakeWorld final : proto::ControlPort,
   std::size_t poll(std::vector<Completion>&) override { return 0; }
   [[nodiscard]] int ready_fd() const override { return -1; }
   [[nodiscard]] Duration orphan_write_bound() const override { return Duration::zero(); }
+  [[nodiscard]] PlaneCounters counters() const override { return {}; }
 };
 
 }  // namespace kvferry::vectors

@@ -88,6 +88,7 @@ void LoopbackPlane::forget(const PlaneAddress& peer, FenceId fence) {
 void LoopbackPlane::finish(WriteId id, Status status) {
   const auto it = writes_.find(id);
   const std::uint64_t bytes = status.ok() ? it->second->total : 0;
+  bytes_.fetch_add(bytes, std::memory_order_relaxed);
   turns_.remove(it->second->spec.flow, it->second.get());
   writes_.erase(it);
   completions_.push_back(

@@ -3,6 +3,7 @@
 // orphan_write_bound is 0.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -52,6 +53,9 @@ class LoopbackPlane final : public DataPlane {
   std::size_t poll(std::vector<Completion>& out) override;
   [[nodiscard]] int ready_fd() const override { return event_; }
   [[nodiscard]] Duration orphan_write_bound() const override { return Duration::zero(); }
+  [[nodiscard]] PlaneCounters counters() const override {
+    return {bytes_.load(std::memory_order_relaxed), 0, 0};
+  }
 
  private:
   struct Write {
@@ -74,6 +78,7 @@ class LoopbackPlane final : public DataPlane {
   std::map<WriteId, std::unique_ptr<Write>> writes_;
   FlowQueue<Write> turns_;
   std::vector<Completion> completions_;
+  std::atomic<std::uint64_t> bytes_{0};
   std::set<RegionId> regions_;
   std::uint64_t next_region_ = 1;
 };
