@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-#include "cli/bench.h"
+#include "cli/bench/bench.h"
 #include "cli/demo.h"
 #include "cli/demo_rank.h"
 #include "cli/models.h"

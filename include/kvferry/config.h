@@ -47,14 +47,15 @@ struct Settings {
   std::uint64_t control_queue_max = 65536;
   std::uint64_t control_message_bytes_max = 64ULL << 20;
   // Data planes
-  std::uint64_t slice_bytes = 512ULL << 10;
+  std::uint64_t slice_bytes = 256ULL << 10;
   std::uint64_t plan_bytes_max = 64ULL << 20;
   std::uint64_t writes_per_peer_max = 65536;
   Duration cancel_patience = std::chrono::milliseconds(500);
   Duration connect_timeout = std::chrono::seconds(5);
+  Duration spin = std::chrono::microseconds(50);
   std::uint64_t copier_kernel = 0;
   std::uint64_t copier_threads = 0;
-  std::uint64_t shm_ring_bytes = 2ULL << 20;
+  std::uint64_t shm_ring_bytes = 4ULL << 20;
   std::uint64_t shm_pulls_max = 4096;
   // Behaviour
   bool all_cp_ranks = false;

@@ -106,6 +106,10 @@ void describe_settings(S& s, F&& f) {
   f(RowInfo{"connect_timeout", "KVFERRY_CONNECT_TIMEOUT", "ms",
             "a data connection must stand after this", 1, 600000},
     s.connect_timeout);
+  f(RowInfo{"spin", "KVFERRY_SPIN", "us",
+            "a thread with a transfer under way looks for so long before it sleeps; 0: never", 0,
+            10000},
+    s.spin);
   f(RowInfo{"copier_kernel", "KVFERRY_COPIER_KERNEL", "",
             "how pieces are copied, by its number in `kvferry bench copier`; 0: measured at start",
             0, 64},
@@ -135,7 +139,7 @@ void describe_settings(S& s, F&& f) {
 }
 
 std::int64_t unit_ns(const RowInfo& row) {
-  return row.unit == "s" ? 1000000000 : 1000000;
+  return row.unit == "s" ? 1000000000 : row.unit == "ms" ? 1000000 : 1000;
 }
 
 }  // namespace

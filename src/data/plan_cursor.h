@@ -42,6 +42,30 @@ class PlanCursor {
       }
       std::uint64_t s = source + item_ * lane.source_item, t = target + item_ * lane.target_item;
       for (;;) {
+        // Whole rows first, with everything in registers: this loop runs once for each row.
+        if (offset_ == 0 && want >= lane.bytes) {
+          const std::uint64_t bytes = lane.bytes;
+          const auto rows =
+              static_cast<std::uint32_t>(std::min<std::uint64_t>(lane.rows - row_, want / bytes));
+          std::uint64_t from = s + std::uint64_t{row_} * lane.source_row,
+                        to = t + std::uint64_t{row_} * lane.target_row;
+          const std::uint64_t from_step = lane.source_row, to_step = lane.target_row;
+          for (std::uint32_t i = 0; i < rows; ++i, from += from_step, to += to_step)
+            visit(from, to, bytes);
+          want -= rows * bytes;
+          row_ += rows;
+          if (row_ == lane.rows) {
+            row_ = 0;
+            if (++item_ == run.count) {
+              next_run();
+              break;
+            }
+            s += lane.source_item;
+            t += lane.target_item;
+          }
+          if (want == 0) break;
+          continue;
+        }
         const std::uint64_t n = std::min<std::uint64_t>(want, lane.bytes - offset_);
         visit(s + std::uint64_t{row_} * lane.source_row + offset_,
               t + std::uint64_t{row_} * lane.target_row + offset_, n);

@@ -111,7 +111,7 @@ Copier::Copier(const Settings& settings) {
   }
   const std::size_t threads = copier_threads(settings, std::thread::hardware_concurrency());
   if (threads > 1) pool_ = std::make_unique<Pool>(threads - 1);
-  batch_.reserve(pool_ != nullptr ? kPoolBatchPieces : kBatchPieces);
+  batch_.resize(pool_ != nullptr ? kPoolBatchPieces : kBatchPieces);
 }
 
 Copier::~Copier() = default;
@@ -120,35 +120,46 @@ std::size_t Copier::threads() const {
   return pool_ == nullptr ? 1 : pool_->size() + 1;
 }
 
-void Copier::flush(CopyKind kind) {
-  if (batch_.empty()) return;
-  const Kernel& kernel = choice_.at(kind, batch_bytes_ / batch_.size());
-  if (pool_ != nullptr && batch_bytes_ >= kSharedLeast) {
-    pool_->run(kernel, batch_, batch_bytes_);
-  } else {
-    kernel.copy(batch_);
-  }
-  batch_.clear();
-  batch_bytes_ = 0;
+void Copier::run(CopyKind kind, std::span<const Piece> pieces) {
+  if (pieces.empty()) return;
+  const Kernel& kernel = choice_.at(kind, pieces.back().bytes);
+  if (pool_ == nullptr) return kernel.copy(pieces);
+  std::uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.bytes;
+  if (bytes < kSharedLeast) return kernel.copy(pieces);
+  pool_->run(kernel, pieces, bytes);
 }
 
 template <class ToPiece>
 std::uint64_t Copier::move(CopyKind kind, PlanCursor& cursor, std::uint64_t budget,
                            ToPiece to_piece) {
+  // Of the batch that grows here; locals, because this runs once for each row.
+  std::size_t size = SIZE_MAX, kernel_class = 0;
+  Piece* next = batch_.data();
+  Piece* const end = next + batch_.size();
+  const auto flush = [&] {
+    run(kind, {batch_.data(), next});
+    next = batch_.data();
+  };
   const std::uint64_t moved =
       cursor.advance(budget, [&](std::uint64_t source, std::uint64_t target, std::uint64_t bytes) {
-        // A piece of another size may want another kernel.
-        if (!batch_.empty() && size_class(bytes) != size_class(batch_.back().bytes)) flush(kind);
+        if (bytes != size) {  // a piece of another size may want another kernel
+          if (next != batch_.data() && size_class(bytes) != kernel_class) flush();
+          size = bytes;
+          kernel_class = size_class(bytes);
+        }
+        if (pool_ == nullptr) {
+          *next++ = to_piece(source, target, bytes);
+          if (next == end) flush();
+          return;
+        }
         // Helpers share pieces, so a large one is cut.
-        const std::uint64_t part = pool_ != nullptr ? kShareBytes : bytes;
-        for (std::uint64_t done = 0; done < bytes; done += part) {
-          const std::uint64_t n = std::min(part, bytes - done);
-          batch_.push_back(to_piece(source + done, target + done, n));
-          batch_bytes_ += n;
-          if (batch_.size() == batch_.capacity()) flush(kind);
+        for (std::uint64_t done = 0; done < bytes; done += kShareBytes) {
+          *next++ = to_piece(source + done, target + done, std::min(kShareBytes, bytes - done));
+          if (next == end) flush();
         }
       });
-  flush(kind);
+  flush();
   landing_fence();
   return moved;
 }

@@ -35,13 +35,12 @@ class Copier {
 
  private:
   class Pool;
-  void flush(CopyKind kind);
+  void run(CopyKind kind, std::span<const Piece> pieces);
   template <class ToPiece>
   std::uint64_t move(CopyKind kind, PlanCursor& cursor, std::uint64_t budget, ToPiece to_piece);
 
   KernelChoice choice_;
-  std::vector<Piece> batch_;
-  std::uint64_t batch_bytes_ = 0;
+  std::vector<Piece> batch_;    // one call of a kernel, at most
   std::unique_ptr<Pool> pool_;  // null: the caller alone
 };
 

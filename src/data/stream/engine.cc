@@ -38,7 +38,11 @@ Time now() {
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Links> links, const Settings& settings, Token life)
-    : links_(std::move(links)), settings_(settings), life_(life), copier_(settings) {}
+    : links_(std::move(links)),
+      settings_(settings),
+      life_(life),
+      spinner_(settings.spin),
+      copier_(settings) {}
 
 Status Engine::start() {
   if (links_->one_host()) {
@@ -136,8 +140,15 @@ void Engine::complete(Completion completion) {
 void Engine::run() {
   std::vector<epoll_event> events(kEvents);
   while (!stopping_) {
-    const int n =
-        epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), busy_ ? 0 : timeout());
+    int n = 0;
+    const auto look = [&](int wait) {
+      n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), wait);
+      return n > 0;
+    };
+    if (!look(0) && !busy_) {
+      // While something is under way the next slice or credit is near.
+      if (!is_under_way() || !spinner_.look([&] { return look(0); })) look(timeout());
+    }
     busy_ = false;
     drain_commands();
     const auto with = [this](Connection& c, auto&& act) {
@@ -166,6 +177,11 @@ void Engine::run() {
     if (connection->fd >= 0) close(connection->fd);
   }
   connections_.clear();
+}
+
+bool Engine::is_under_way() const {
+  return !writes_.empty() || std::any_of(connections_.begin(), connections_.end(),
+                                         [](const auto& c) { return !c->incoming.empty(); });
 }
 
 int Engine::timeout() const {

@@ -29,6 +29,7 @@
 #include "kvferry/config.h"
 #include "kvferry/data_plane.h"
 #include "src/base/deadlines.h"
+#include "src/base/spin.h"
 #include "src/data/copier/copier.h"
 #include "src/data/flow_queue.h"
 #include "src/data/grant_table.h"
@@ -160,6 +161,7 @@ class Engine {
 
   // The thread (engine.cc).
   void run();
+  [[nodiscard]] bool is_under_way() const;
   [[nodiscard]] int timeout() const;
   void expire();
   void drain_commands();
@@ -216,6 +218,7 @@ class Engine {
 
   // The thread's own.
   bool stopping_ = false, busy_ = false;
+  Spinner spinner_;
   Copier copier_;
   GrantTable grants_;
   std::vector<std::unique_ptr<Connection>> connections_;
