@@ -60,8 +60,8 @@ std::string row_name(std::uint32_t row) {
 }
 
 void add_bench_options(CLI::App& app, BenchOptions& options) {
-  app.add_option("what", options.what, "planner, copier, plane; nothing: all")
-      ->check(CLI::IsMember({"planner", "copier", "plane"}));
+  app.add_option("what", options.what, "planner, copier, rooms, plane; nothing: all")
+      ->check(CLI::IsMember({"planner", "copier", "rooms", "plane"}));
   app.add_option("--plane", options.planes, "ways of the plane bench: tcp, shm_ring, shm_mapped")
       ->check(CLI::IsMember({"tcp", "shm_ring", "shm_mapped"}));
   app.add_option("--rows", options.rows, "row sizes of the plane bench, bytes")
@@ -105,6 +105,7 @@ int run_bench(const BenchOptions& options) {
   try {
     if (wanted("planner")) bench_planner(options, figures);
     if (wanted("copier")) bench_copier(options);
+    if (wanted("rooms")) bench_rooms(options, figures);
     if (wanted("plane")) bench_plane(options, figures);
   } catch (const std::exception& error) {
     fmt::print(stderr, "kvferry bench: {}\n", error.what());

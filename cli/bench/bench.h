@@ -37,6 +37,7 @@ int run_bench_target();
 // The parts. Each prints what it finds and throws std::runtime_error when something is wrong.
 void bench_planner(const BenchOptions& options, std::vector<Figure>& figures);
 void bench_copier(const BenchOptions& options);
+void bench_rooms(const BenchOptions& options, std::vector<Figure>& figures);
 void bench_plane(const BenchOptions& options, std::vector<Figure>& figures);
 
 }  // namespace kvferry::cli

@@ -10,6 +10,7 @@
 
 #include "cli/bench/bench.h"
 #include "cli/bench/plane_shape.h"
+#include "cli/bench/rooms.h"
 #include "src/base/random.h"
 #include "src/data/shm/shm_plane.h"
 #include "src/data/stream/memory_file.h"
@@ -214,7 +215,9 @@ void say(const Json& json) {
 int run_bench_target() {
   std::string line;
   if (!read_line(line)) return 1;
-  PlaneTarget target(Json::parse(line));
+  const Json config = Json::parse(line);
+  if (config.contains("rooms")) return run_rooms_target(config);
+  PlaneTarget target(config);
   say(target.hello());
   while (read_line(line)) {
     const Json question = Json::parse(line);

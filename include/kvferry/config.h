@@ -48,6 +48,7 @@ struct Settings {
   std::uint64_t control_message_bytes_max = 64ULL << 20;
   // Data planes
   std::uint64_t slice_bytes = 256ULL << 10;
+  std::uint64_t express_bytes = 64ULL << 10;
   std::uint64_t plan_bytes_max = 64ULL << 20;
   std::uint64_t writes_per_peer_max = 65536;
   Duration cancel_patience = std::chrono::milliseconds(500);

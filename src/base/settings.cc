@@ -95,6 +95,9 @@ void describe_settings(S& s, F&& f) {
   f(RowInfo{"slice_bytes", "KVFERRY_SLICE_BYTES", "B",
             "bytes of one room before the next one has its turn", 4096, 64ULL << 20},
     s.slice_bytes);
+  f(RowInfo{"express_bytes", "KVFERRY_EXPRESS_BYTES", "B",
+            "writes up to this size do not wait behind larger ones", 4096, 1ULL << 20},
+    s.express_bytes);
   f(RowInfo{"plan_bytes_max", "KVFERRY_PLAN_BYTES_MAX", "B", "one encoded copy plan", 4096, kMany},
     s.plan_bytes_max);
   f(RowInfo{"writes_per_peer_max", "KVFERRY_WRITES_PER_PEER_MAX", "",

@@ -16,10 +16,11 @@ namespace kvferry::data::stream {
 namespace {
 
 // Bytes that one connection may move before the others and the commands have their turn.
-constexpr std::size_t kTurnBytes = 1 << 20;
+constexpr std::size_t kTurnBytes = 128 << 10;
 constexpr std::size_t kReceiveBytes =
     64 << 10;  // read, checked and scattered while it is in the first-level caches
 constexpr std::size_t kEvents = 256;
+constexpr auto kSmallMemory = std::chrono::milliseconds(10);
 constexpr auto kNoDescriptorPause = std::chrono::milliseconds(100);
 
 std::string error_text(int error) {
@@ -149,6 +150,9 @@ void Engine::run() {
       // While something is under way the next slice or credit is near.
       if (!is_under_way() || !spinner_.look([&] { return look(0); })) look(timeout());
     }
+    // Between two slices others may have the core: on few cores the loops that serve small rooms
+    // would otherwise wait for the end of this thread's time slice, which is milliseconds.
+    if (is_under_way()) sched_yield();
     busy_ = false;
     drain_commands();
     const auto with = [this](Connection& c, auto&& act) {
@@ -251,12 +255,19 @@ void Engine::handle(WriteSpec& spec) {
   auto& write = writes_[id] = std::make_unique<Outgoing>(std::move(spec));
   if (!is_walkable(write->spec.plan))
     return finish(id, Status(Code::kInvalidArgument, "a lane or run of size 0"), true);
-  auto connection = connection_to(write->spec.to);
+  auto connection = connection_to(write->spec.to, write->total <= settings_.express_bytes);
   if (!connection.ok()) return finish(id, connection.status(), true);
+  if ((*connection)->express) last_small_ = now();
   write->connection = *connection;
   (*connection)->writes.insert(id);
   (*connection)->turns.push(write->spec.flow, write.get());
   if (!(*connection)->connecting) pump(**connection);
+}
+
+// Large slices are faster, short ones let others come in between: where small writes come and go,
+// those count.
+std::uint64_t Engine::slice_limit() const {
+  return now() - last_small_ < kSmallMemory ? settings_.slice_bytes / 4 : settings_.slice_bytes;
 }
 
 // A write that could not even be queued.
@@ -308,9 +319,10 @@ void Engine::set_interest(Connection& c, std::uint32_t interest) {
   c.interest = interest;
 }
 
-Result<Engine::Connection*> Engine::connection_to(const PlaneAddress& peer) {
+Result<Engine::Connection*> Engine::connection_to(const PlaneAddress& peer, bool express) {
   for (const auto& connection : connections_) {
-    if (connection->outgoing && !connection->dead && connection->peer == peer)
+    if (connection->outgoing && !connection->dead && connection->peer == peer &&
+        connection->express == express)
       return connection.get();
   }
   auto dialed = links_->dial(peer);
@@ -318,6 +330,7 @@ Result<Engine::Connection*> Engine::connection_to(const PlaneAddress& peer) {
   auto connection = std::make_unique<Connection>();
   connection->fd = dialed->fd;
   connection->outgoing = connection->connecting = true;
+  connection->express = express;
   connection->peer = peer;
   connection->peer_text = dialed->text;
   connection->interest = EPOLLOUT | EPOLLIN;
@@ -470,7 +483,7 @@ void Engine::pump(Connection& c) {
         continue;
       }
     }
-    std::uint64_t slice = std::min<std::uint64_t>(settings_.slice_bytes, write.cursor.left());
+    std::uint64_t slice = std::min<std::uint64_t>(slice_limit(), write.cursor.left());
     if (c.ring && slice > 0) {
       slice =
           std::min({slice, c.ring.free(), c.ring.to_end(c.ring.written), c.ring.memory.size() / 4});

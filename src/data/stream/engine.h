@@ -10,9 +10,11 @@
 //   each
 //            it looks whether the write still counts (the epoch that the source owns)
 //
-// One connection for each pair of planes and direction, opened by the source and kept. One thread
-// of its own does everything; it owns the grants and all connections, so that nothing is locked
-// while bytes move. The public methods only queue commands for it.
+// For each pair of planes and direction there is one connection, and a second one for small writes,
+// so that a page does not wait behind the megabytes that a large room has put on its way. Opened by
+// the source and kept. One thread of its own does everything; it owns the grants and all
+// connections, so that nothing is locked while bytes move. The public methods only queue commands
+// for it.
 #pragma once
 
 #include <atomic>
@@ -105,7 +107,8 @@ class Engine {
   struct Connection {
     int fd = -1;
     bool outgoing = false, connecting = false, dead = false;
-    PlaneAddress peer;  // outgoing
+    bool express = false;  // outgoing: for small writes
+    PlaneAddress peer;     // outgoing
     std::string peer_text;
     std::uint32_t interest = 0;
     bool greeted = false;  // incoming: Hello was good
@@ -135,6 +138,7 @@ class Engine {
     Header header;
     std::uint64_t payload_left = 0;
     bool in_payload = false;
+    std::uint64_t landed = 0;  // bytes that this turn has placed
   };
   // Our own memory that peers may map.
   struct OfferedRegion {
@@ -173,9 +177,10 @@ class Engine {
   void handle(CancelCommand& c);
   void handle(ForgetCommand& c);
   void lose(WriteId id, const std::string& why);
+  [[nodiscard]] std::uint64_t slice_limit() const;
   void watch(int fd, std::uint32_t interest, void* what);
   void set_interest(Connection& c, std::uint32_t interest);
-  Result<Connection*> connection_to(const PlaneAddress& peer);
+  Result<Connection*> connection_to(const PlaneAddress& peer, bool express);
   void accept_all();
   void break_off(Connection& c, const std::string& why);
   void serve(Connection& c, std::uint32_t events);
@@ -218,6 +223,7 @@ class Engine {
 
   // The thread's own.
   bool stopping_ = false, busy_ = false;
+  Time last_small_{};  // when a small write last began, here or there
   Spinner spinner_;
   Copier copier_;
   GrantTable grants_;

@@ -1,4 +1,6 @@
 // The source's side of a write: what is offered to a peer, and how slices go out.
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "src/data/stream/engine.h"
@@ -16,13 +18,17 @@ std::atomic<std::uint64_t>& epoch_word(const Mapping& epochs, std::uint32_t slot
 // A ring of its own for each peer, and our memory files, where the peer is on this host.
 Status Engine::make_offer(Connection& c, Hello& hello) {
   if (!links_->one_host()) return {};
-  auto file = create_memory_file("kvferry-ring", settings_.shm_ring_bytes);
+  // What small writes need is not more than a few of them.
+  const std::uint64_t bytes = c.express
+                                  ? std::min(settings_.shm_ring_bytes, 16 * settings_.express_bytes)
+                                  : settings_.shm_ring_bytes;
+  auto file = create_memory_file("kvferry-ring", bytes);
   if (!file.ok()) return file.status();
-  auto mapping = Mapping::of(file->get(), settings_.shm_ring_bytes, true);
+  auto mapping = Mapping::of(file->get(), bytes, true);
   if (!mapping.ok()) return mapping.status();
   c.ring.memory = std::move(*mapping);
   c.ring_file = std::move(*file);
-  hello.ring_bytes = settings_.shm_ring_bytes;
+  hello.ring_bytes = bytes;
   hello.epoch_slots = settings_.shm_pulls_max;
   c.out_fds = {c.ring_file.get(), epoch_file_.get()};
   for (const OfferedRegion& offered : offered_) {

@@ -10,7 +10,8 @@
 namespace kvferry::data::stream {
 namespace {
 
-constexpr std::size_t kTurnBytes = 1 << 20;
+constexpr std::size_t kTurnBytes = 128 << 10;
+constexpr std::size_t kRingHeaders = 4;           // of slices in a ring, read at once
 constexpr std::size_t kAnswerBytesMax = 8 << 20;  // answers that a source leaves unread
 
 std::uint64_t read_epoch(const Mapping& epochs, std::uint32_t slot) {
@@ -22,8 +23,15 @@ std::uint64_t read_epoch(const Mapping& epochs, std::uint32_t slot) {
 
 void Engine::receive(Connection& c) {
   std::size_t moved = 0;
-  while (!c.dead && moved < kTurnBytes) {
-    iovec into{receive_buffer_.data(), receive_buffer_.size()};
+  c.landed = 0;
+  while (!c.dead && moved + c.landed < kTurnBytes) {
+    // A header of a slice in a ring stands for many bytes: few of them are a turn.
+    const std::size_t want =
+        c.ring && !c.outgoing
+            ? std::min<std::uint64_t>(receive_buffer_.size(), (c.in_payload ? c.payload_left : 0) +
+                                                                  kRingHeaders * kHeaderBytes)
+            : receive_buffer_.size();
+    iovec into{receive_buffer_.data(), want};
     msghdr message{};
     message.msg_iov = &into;
     message.msg_iovlen = 1;
@@ -55,8 +63,7 @@ void Engine::receive(Connection& c) {
     moved += static_cast<std::size_t>(n);
     std::string_view bytes(receive_buffer_.data(), static_cast<std::size_t>(n));
     while (!bytes.empty() && !c.dead) parse(c, bytes);
-    if (static_cast<std::size_t>(n) < receive_buffer_.size())
-      return;  // level-triggered: more wakes us again
+    if (static_cast<std::size_t>(n) < want) return;  // level-triggered: more wakes us again
   }
 }
 
@@ -213,6 +220,7 @@ void Engine::on_begin(Connection& c, Result<Begin> decoded) {
   }
   if (!lent.ok()) return answer(c, id, write, lent);
   if (write.total == 0) return answer(c, id, write, Status());
+  if (write.total <= settings_.express_bytes) last_small_ = std::chrono::steady_clock::now();
   if (pulled) {
     c.pulls.push(write.begin.flow, &write);
     busy_ = true;
@@ -263,6 +271,7 @@ void Engine::land_from_ring(Connection& c) {
     return break_off(c, fmt::format("a slice of {} bytes leaves the ring", length));
   const char* at = c.ring.memory.data() + c.ring.taken % c.ring.memory.size();
   c.ring.taken += length;
+  c.landed += length;
   land(c, {at, length});
   if (c.dead) return;
   append_frame(c, {Kind::kCredit, 0, length}, {});
@@ -278,7 +287,7 @@ void Engine::pull(Connection& c) {
   if (!alive.ok()) {
     answer(c, id, write, alive);
   } else {
-    copier_.direct(write.cursor, settings_.slice_bytes);
+    copier_.direct(write.cursor, slice_limit());
     // What was copied counts only if the source had not gone on when it was copied.
     std::atomic_thread_fence(std::memory_order_acquire);
     if (read_epoch(c.epochs, write.begin.epoch_slot) != write.begin.epoch) {
