@@ -126,7 +126,7 @@ class KVF_API DataPlane {
   virtual Status deregister_memory(RegionId region) = 0;
 
   // Target side. After a fence's completion not one byte lands under its grant, whatever the writer
-  // does.
+  // does. Fence 0: its writer is known to be quiet; the grant goes, and no completion follows.
   virtual Status grant(GrantSpec spec) = 0;
   virtual void revoke(GrantId grant, FenceId fence) = 0;
 

@@ -31,8 +31,8 @@ void LeaseBook::come_home(Lease& lease) {
 void LeaseBook::said_quiet(LeaseId id) {
   const auto it = leases_.find(id);
   if (it == leases_.end() || it->second.home) return;
-  if (!it->second.returning)
-    revoke(id);  // only to clear the plane's table; the source is quiet already
+  // Only to clear the plane's table: the source is quiet, so nobody waits for a fence.
+  if (!it->second.returning) plane_.revoke(GrantId{static_cast<std::uint64_t>(id)}, FenceId{0});
   it->second.returning = true;
   it->second.home = true;
 }

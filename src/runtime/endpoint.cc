@@ -145,7 +145,7 @@ Status Endpoint::post(std::function<void(Time)> act) {
       return Status(Code::kExhausted,
                     fmt::format("{}: {} calls wait (inbox_max)", name_, inbox_.size()));
     inbox_.push_back(std::move(act));
-    if (inbox_.size() > 1) return {};
+    if (!std::exchange(sleeping_, false)) return {};  // it looks before it sleeps
   }
   const std::uint64_t one = 1;
   (void)!::write(inbox_event_, &one, sizeof one);
@@ -157,6 +157,7 @@ void Endpoint::post_always(std::function<void(Time)> act) {
     const std::lock_guard lock(mutex_);
     if (closed_ && !stop_asked_) return;
     inbox_.push_back(std::move(act));
+    if (!std::exchange(sleeping_, false)) return;
   }
   const std::uint64_t one = 1;
   (void)!::write(inbox_event_, &one, sizeof one);
@@ -287,10 +288,20 @@ void Endpoint::end(const std::string& why) {
 
 void Endpoint::turn(int timeout_ms) {
   epoll_event events[64];
+  {
+    const std::lock_guard lock(mutex_);
+    sleeping_ = inbox_.empty();
+    if (!sleeping_) timeout_ms = 0;
+  }
   const int n = epoll_wait(epoll_, events, 64, timeout_ms);
   // Before the commands: what was readable is what the engine had filled until then, not what a
   // command adds under the same number.
   for (int i = 0; i < n; ++i) {
+    if (events[i].data.fd == inbox_event_) {
+      std::uint64_t drained = 0;
+      (void)!::read(inbox_event_, &drained, sizeof drained);
+      continue;
+    }
     const auto ready = ready_.find(events[i].data.fd);
     if (ready == ready_.end()) continue;
     const std::vector<proto::ReadyId> ids = std::move(ready->second);
@@ -302,6 +313,7 @@ void Endpoint::turn(int timeout_ms) {
   std::vector<std::function<void(Time)>> commands;
   {
     const std::lock_guard lock(mutex_);
+    sleeping_ = false;
     if (inbox_.size() <= kInboxBatch) {
       commands.swap(inbox_);
     } else {
@@ -309,8 +321,6 @@ void Endpoint::turn(int timeout_ms) {
                       std::make_move_iterator(inbox_.begin() + kInboxBatch));
       inbox_.erase(inbox_.begin(), inbox_.begin() + kInboxBatch);
     }
-    std::uint64_t drained = 0;
-    if (inbox_.empty()) (void)!::read(inbox_event_, &drained, sizeof drained);
   }
   for (const auto& command : commands) command(now());
 

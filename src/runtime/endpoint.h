@@ -128,7 +128,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>,
   std::mutex mutex_;  // inbox, room numbers, stopping
   std::vector<std::function<void(Time)>> inbox_;
   std::map<RoomId, std::shared_ptr<RoomCell>> open_;  // until their handles are cleared
-  bool closed_ = false, stop_asked_ = false;
+  bool closed_ = false, stop_asked_ = false, sleeping_ = false;
   Duration patience_{};
   std::mutex join_mutex_;
   std::thread thread_;

@@ -56,6 +56,7 @@ void LoopbackPlane::revoke(GrantId grant, FenceId fence) {
     const std::lock_guard lock(fabric_.mutex_);
     grants_.remove(grant);
   }
+  if (fence == FenceId{0}) return;
   completions_.push_back(
       {Completion::Kind::kFence, static_cast<std::uint64_t>(fence), {}, true, 0});
   signal();

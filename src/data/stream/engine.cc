@@ -20,6 +20,7 @@ constexpr std::size_t kTurnBytes = 128 << 10;
 constexpr std::size_t kReceiveBytes =
     64 << 10;  // read, checked and scattered while it is in the first-level caches
 constexpr std::size_t kEvents = 256;
+constexpr std::size_t kPatientCommandsMax = 1024;  // that wait for the next waking
 constexpr auto kSmallMemory = std::chrono::milliseconds(10);
 constexpr auto kNoDescriptorPause = std::chrono::milliseconds(100);
 
@@ -81,11 +82,13 @@ Engine::~Engine() {
 
 // --- the endpoint's side
 
-void Engine::command(Command command) {
+void Engine::command(Command command, bool waits) {
   {
     const std::lock_guard lock(mutex_);
     commands_.push_back(std::move(command));
-    if (commands_.size() > 1) return;  // the thread was told already
+    if (!sleeping_ || (!waits && commands_.size() < kPatientCommandsMax)) return;
+    sleeping_ =
+        false;  // one signal is enough, and none while it is awake: it looks before it sleeps
   }
   signal(command_event_);
 }
@@ -96,10 +99,12 @@ void Engine::offer(const Region& region) {
   if (file) command(OfferedRegion{{region.base, region.bytes}, std::move(file)});
 }
 void Engine::grant(GrantSpec spec) {
-  command(std::move(spec));
+  // Whoever writes under it comes by a connection, and commands are done before bytes are looked
+  // at.
+  command(std::move(spec), false);
 }
 void Engine::revoke(GrantId grant, FenceId fence) {
-  command(RevokeCommand{grant, fence});
+  command(RevokeCommand{grant, fence}, fence != FenceId{0});
 }
 void Engine::write(WriteSpec spec) {
   command(std::move(spec));
@@ -148,7 +153,8 @@ void Engine::run() {
     };
     if (!look(0) && !busy_) {
       // While something is under way the next slice or credit is near.
-      if (!is_under_way() || !spinner_.look([&] { return look(0); })) look(timeout());
+      const bool found = is_under_way() && spinner_.look([&] { return look(0); });
+      if (!found && may_sleep()) look(timeout());
     }
     // Between two slices others may have the core: on few cores the loops that serve small rooms
     // would otherwise wait for the end of this thread's time slice, which is milliseconds.
@@ -166,7 +172,10 @@ void Engine::run() {
       void* what = events[static_cast<std::size_t>(i)].data.ptr;
       if (what == nullptr) {
         accept_all();
-      } else if (what != &command_event_) {
+      } else if (what == &command_event_) {
+        std::uint64_t drained = 0;
+        (void)!read(command_event_, &drained, sizeof drained);
+      } else {
         Connection& c = *static_cast<Connection*>(what);
         with(c, [&] { serve(c, events[static_cast<std::size_t>(i)].events); });
       }
@@ -181,6 +190,13 @@ void Engine::run() {
     if (connection->fd >= 0) close(connection->fd);
   }
   connections_.clear();
+}
+
+// False: commands wait. From here on to the next drain_commands() they are signalled.
+bool Engine::may_sleep() {
+  const std::lock_guard lock(mutex_);
+  sleeping_ = commands_.empty();
+  return sleeping_;
 }
 
 bool Engine::is_under_way() const {
@@ -213,11 +229,10 @@ void Engine::expire() {
 }
 
 void Engine::drain_commands() {
-  std::uint64_t drained = 0;
-  (void)!read(command_event_, &drained, sizeof drained);
   std::vector<Command> commands;
   {
     const std::lock_guard lock(mutex_);
+    sleeping_ = false;
     commands.swap(commands_);
   }
   for (Command& command : commands) {
@@ -247,6 +262,7 @@ void Engine::handle(GrantSpec& spec) {
 void Engine::handle(RevokeCommand& c) {
   // Bytes land on this thread only: after this line none does under that grant.
   grants_.remove(c.grant);
+  if (c.fence == FenceId{0}) return;
   complete({Completion::Kind::kFence, static_cast<std::uint64_t>(c.fence), {}, true, 0});
 }
 

@@ -160,11 +160,13 @@ class Engine {
   };
   using Command = std::variant<Stop, OfferedRegion, GrantSpec, RevokeCommand, WriteSpec,
                                CancelCommand, ForgetCommand>;
-  void command(Command command);
+  // `waits`: whether somebody waits for what it does; else it is done when the thread wakes next.
+  void command(Command command, bool waits = true);
   void complete(Completion completion);
 
   // The thread (engine.cc).
   void run();
+  [[nodiscard]] bool may_sleep();
   [[nodiscard]] bool is_under_way() const;
   [[nodiscard]] int timeout() const;
   void expire();
@@ -216,7 +218,8 @@ class Engine {
   int epoll_ = -1, command_event_ = -1, ready_event_ = -1;
   std::thread thread_;
 
-  std::mutex mutex_;  // the two queues between the endpoint's loop and the thread
+  std::mutex mutex_;  // the two queues between the endpoint's loop and the thread, and sleeping_
+  bool sleeping_ = false;
   std::vector<Command> commands_;
   std::vector<Completion> completions_;
   std::atomic<std::uint64_t> bytes_inline_{0}, bytes_ring_{0}, bytes_pulled_{0};
