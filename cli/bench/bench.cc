@@ -1,6 +1,7 @@
 #include "cli/bench/bench.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/utsname.h>
 
 #include <algorithm>
@@ -53,6 +54,15 @@ std::vector<PageIndex> page_order(std::uint32_t pages, std::uint64_t seed, bool 
   Random draws(seed);
   for (std::size_t i = pages; i > 1; --i) std::swap(order[i - 1], order[draws.below(i)]);
   return order;
+}
+
+double process_cpu_seconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
 std::string row_name(std::uint32_t row) {
@@ -120,12 +130,15 @@ int run_bench(const BenchOptions& options) {
   };
   if (!options.json.empty()) {
     auto list = nlohmann::json::array();
-    for (const Figure& f : figures)
+    for (const Figure& f : figures) {
       list.push_back({{"name", f.name},
                       {"value", f.value},
                       {"unit", f.unit},
                       {"baseline", f.baseline},
                       {"ratio", f.value / f.baseline}});
+      if (f.cpu_seconds_per_gigabyte > 0)
+        list.back()["cpu_seconds_per_gigabyte"] = f.cpu_seconds_per_gigabyte;
+    }
     if (!write_file(options.json, list.dump(2))) return 2;
   }
   if (!options.svg.empty() && !write_file(options.svg, draw_planes(figures, cpu))) return 2;

@@ -27,6 +27,7 @@ struct Figure {
   double value = 0;
   std::string unit;
   double baseline = 0, limit = 0;
+  double cpu_seconds_per_gigabyte = 0;  // of both processes; planes only
 };
 
 void add_bench_options(CLI::App& app, BenchOptions& options);

@@ -35,5 +35,7 @@ inline PatternPlace row_place(std::uint64_t position, std::uint32_t row, std::ui
   return {round, 1, 0, row, position};
 }
 std::string row_name(std::uint32_t row);
+// User and kernel, all threads.
+double process_cpu_seconds();
 
 }  // namespace kvferry::cli

@@ -154,6 +154,7 @@ class PlaneRun {
                     .source_row = shape_.row,
                     .target_row = shape_.row * kTargetSpread};
     const auto source = shape_.source_order(), target = shape_.target_order();
+    const double cpu_before = process_cpu_seconds() + ask({{"cpu", true}})["cpu"].get<double>();
     const auto begin = Clock::now();
     auto runs = plan::make_runs(source, target);
     plane_->write({WriteId{round + 1},
@@ -168,8 +169,14 @@ class PlaneRun {
       plane_->poll(completions);
     }
     const double result = speed(begin);
+    cpu_ = process_cpu_seconds() + ask({{"cpu", true}})["cpu"].get<double>() - cpu_before;
     if (!completions[0].status.ok()) throw std::runtime_error(completions[0].status.to_string());
     return result;
+  }
+
+  // Of the last ours().
+  [[nodiscard]] double cpu_seconds_per_gigabyte() const {
+    return cpu_ / static_cast<double>(shape_.bytes()) * 1e9;
   }
 
   void verify(std::uint64_t round, const char* what) {
@@ -249,6 +256,7 @@ class PlaneRun {
   PlaneAddress address_;
   std::uint64_t target_base_ = 0;
   int raw_ = -1;
+  double cpu_ = 0;
   std::unique_ptr<data::StreamPlane> plane_;
 };
 
@@ -260,10 +268,10 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
   fmt::print(
       "plane: {} MiB a round, {} rows to a page, packed at the source and at {} times their size "
       "at "
-      "the target, pages {}\n{:<20}{:>8}{:>10}{:>8}{:>12}{:>10}\n",
+      "the target, pages {}\n{:<20}{:>8}{:>10}{:>8}{:>12}{:>10}{:>12}\n",
       options.mebibytes, kRowsPerPage, kTargetSpread,
       options.pattern == "random" ? "in random order" : "in order", "way and row", "GB/s", "floor",
-      "share", "limit", "share");
+      "share", "limit", "share", "CPU s/GB");
   for (const std::string& way : options.planes) {
     for (const std::uint32_t row : options.rows) {
       const Shape shape{way_of(way), row,
@@ -272,7 +280,7 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
                         options.pattern == "random"};
       if (shape.pages == 0) throw std::runtime_error("a round is smaller than a page");
       PlaneRun run(shape, settings);
-      std::vector<double> ours, floors, limits;
+      std::vector<double> ours, floors, limits, cpu;
       const auto begin = Clock::now();
       for (std::uint64_t round = 0;
            round <= options.pairs || seconds_since(begin) < options.seconds; ++round) {
@@ -292,13 +300,19 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
         }
         if (round == 0) continue;  // the first pair warms up
         ours.push_back(our);
+        cpu.push_back(run.cpu_seconds_per_gigabyte());
         floors.push_back(floor);
         limits.push_back(limit);
       }
-      const Figure f{"plane." + way + "." + row_name(row), median(ours), "GB/s", median(floors),
-                     median(limits)};
-      fmt::print("{:<20}{:>8.2f}{:>10.2f}{:>7.0f}%{:>12.2f}{:>9.0f}%\n", way + " " + row_name(row),
-                 f.value, f.baseline, f.value / f.baseline * 100, f.limit, f.value / f.limit * 100);
+      const Figure f{"plane." + way + "." + row_name(row),
+                     median(ours),
+                     "GB/s",
+                     median(floors),
+                     median(limits),
+                     median(cpu)};
+      fmt::print("{:<20}{:>8.2f}{:>10.2f}{:>7.0f}%{:>12.2f}{:>9.0f}%{:>12.2f}\n",
+                 way + " " + row_name(row), f.value, f.baseline, f.value / f.baseline * 100,
+                 f.limit, f.value / f.limit * 100, f.cpu_seconds_per_gigabyte);
       std::fflush(stdout);
       figures.push_back(f);
     }

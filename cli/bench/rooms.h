@@ -35,8 +35,6 @@ class PingPong {
   int port_ = 0;
 };
 
-double process_cpu_seconds();
-
 // The prefill rank: answers the lines of the other process until they end.
 int run_rooms_target(const nlohmann::json& config);
 

@@ -1,5 +1,4 @@
 // The prefill process of `kvferry bench rooms`.
-#include <sys/resource.h>
 #include <unistd.h>
 #include <zmq.h>
 
@@ -70,15 +69,6 @@ void PingPong::ping() {
 void PingPong::await() {
   char bytes[kPingBytes];
   if (zmq_recv(pull_, bytes, sizeof bytes, 0) < 0) throw std::runtime_error("ping-pong: no answer");
-}
-
-double process_cpu_seconds() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& t) {
-    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
-  };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
 int run_rooms_target(const Json& config) {

@@ -225,6 +225,10 @@ int run_bench_target() {
       say(target.verify(question["verify"]));
       continue;
     }
+    if (question.contains("cpu")) {
+      say({{"cpu", process_cpu_seconds()}});
+      continue;
+    }
     say({{"ready", true}});
     if (question.contains("raw")) {
       target.raw();

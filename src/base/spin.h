@@ -1,15 +1,15 @@
 // How long a thread that expects something at once looks for it before it sleeps. Waking a sleeping
 // thread costs more than a short transfer; looking in vain costs a core that others may need.
 //
-// Adaptive: gives way to others at every look, stops for a while when somebody took the offer (the
-// machine is oversubscribed), and looks for a shorter time when it was in vain. One thread's own.
+// Adaptive: looks for a shorter time when it was in vain, and not at all for a while after the
+// kernel has taken the core away, which says that the machine is oversubscribed: a thread that
+// sleeps is woken at once there, one that gave its turn away is not. One thread's own.
 #pragma once
+
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdint>
-
-#include <sched.h>
 
 namespace kvferry {
 
@@ -24,30 +24,34 @@ class Spinner {
   bool look(Found&& found) {
     if (longest_.count() == 0) return false;
     const auto begin = Clock::now();
+    const long taken = taken_away();
+    if (taken != taken_) {
+      taken_ = taken;
+      not_before_ = begin + kPause;
+    }
     if (begin < not_before_) return false;
-    for (auto at = begin; at - begin < limit_;) {
+    while (Clock::now() - begin < limit_) {
       if (found()) {
         limit_ = longest_;
         return true;
       }
-      sched_yield();
-      const auto after = Clock::now();
-      if (after - at > kTaken) {  // somebody else ran here meanwhile
-        not_before_ = after + kPause;
-        return found();
-      }
-      at = after;
     }
     limit_ = std::max(limit_ / 2, longest_ / 16);
     return false;
   }
 
  private:
-  static constexpr auto kTaken = std::chrono::microseconds(20);
-  static constexpr auto kPause = std::chrono::milliseconds(2);
+  static constexpr auto kPause = std::chrono::milliseconds(5);
+  // How often this thread had to leave its core although it wanted to go on.
+  static long taken_away() {
+    rusage usage{};
+    getrusage(RUSAGE_THREAD, &usage);
+    return usage.ru_nivcsw;
+  }
   const std::chrono::nanoseconds longest_;
   std::chrono::nanoseconds limit_;
   Clock::time_point not_before_{};
+  long taken_ = 0;
 };
 
 }  // namespace kvferry

@@ -13,6 +13,7 @@
 
 #include "src/base/check.h"
 #include "src/base/parse.h"
+#include "src/base/turns.h"
 #include "src/data/choice/choice_plane.h"
 #include "src/data/loopback/loopback_plane.h"
 #include "src/data/shm/shm_plane.h"
@@ -54,8 +55,11 @@ Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name,
           e.pool_pages_ == 0 ? slab.item_count : std::min(e.pool_pages_, slab.item_count);
   }
   e.life_ = e.entropy_.token();
-  auto control = net::ZmqControl::create({e.options.listen_host, 0, e.options.public_host},
-                                         e.options.settings);
+  auto control = [&] {
+    const ShortTurns turns(kLoopTurn);  // ZeroMQ's own thread starts here and inherits them
+    return net::ZmqControl::create({e.options.listen_host, 0, e.options.public_host},
+                                   e.options.settings);
+  }();
   if (!control.ok()) return control.status();
   e.control_ = std::move(*control);
   switch (e.options.plane) {
@@ -224,6 +228,7 @@ std::string Endpoint::metrics() {
 // -----------------------------------------------------------------------------------------------------
 
 void Endpoint::run() {
+  const ShortTurns turns(kLoopTurn);
   try {
     bool stopping = false;
     Time give_up = Time::max();

@@ -1,5 +1,6 @@
 #include "src/data/stream/engine.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <fmt/format.h>
 
 #include "src/base/check.h"
+#include "src/base/turns.h"
 
 namespace kvferry::data::stream {
 namespace {
@@ -22,6 +24,9 @@ constexpr std::size_t kReceiveBytes =
 constexpr std::size_t kEvents = 256;
 constexpr std::size_t kPatientCommandsMax = 1024;  // that wait for the next waking
 constexpr auto kSmallMemory = std::chrono::milliseconds(10);
+constexpr auto kKeptForLong = std::chrono::microseconds(1000);
+constexpr auto kNoWayPause = std::chrono::milliseconds(8);
+constexpr int kKeptTimes = 3;
 constexpr auto kNoDescriptorPause = std::chrono::milliseconds(100);
 
 std::string error_text(int error) {
@@ -144,6 +149,7 @@ void Engine::complete(Completion completion) {
 // --- the thread
 
 void Engine::run() {
+  const ShortTurns turns(kCopyTurn);
   std::vector<epoll_event> events(kEvents);
   while (!stopping_) {
     int n = 0;
@@ -153,13 +159,14 @@ void Engine::run() {
     };
     if (!look(0) && !busy_) {
       // While something is under way the next slice or credit is near.
-      const bool found = is_under_way() && spinner_.look([&] { return look(0); });
+      const bool found = is_under_way() && spinner_.look([&] {
+        give_way();
+        return look(0);
+      });
       if (!found && may_sleep()) look(timeout());
     }
-    // Between two slices others may have the core: on few cores the loops that serve small rooms
-    // would otherwise wait for the end of this thread's time slice, which is milliseconds.
-    if (is_under_way()) sched_yield();
     busy_ = false;
+    give_way();
     drain_commands();
     const auto with = [this](Connection& c, auto&& act) {
       try {
@@ -202,6 +209,22 @@ bool Engine::may_sleep() {
 bool Engine::is_under_way() const {
   return !writes_.empty() || std::any_of(connections_.begin(), connections_.end(),
                                          [](const auto& c) { return !c->incoming.empty(); });
+}
+
+// Where small writes come and go between slices of large ones, the loops that they need get the
+// core between two slices; on few cores they would wait for the end of this thread's turn. Who
+// keeps the core for long several times running is no loop and no plane of ours: then not, for a
+// while that is shorter than those times, so that two planes cannot go on keeping it from each
+// other.
+void Engine::give_way() {
+  const Time before = now();
+  if (before - last_small_ > kSmallMemory || before < no_way_before_ || !is_under_way()) return;
+  sched_yield();
+  const Time after = now();
+  kept_for_long_ = after - before > kKeptForLong ? kept_for_long_ + 1 : 0;
+  if (kept_for_long_ < kKeptTimes) return;
+  kept_for_long_ = 0;
+  no_way_before_ = after + kNoWayPause;
 }
 
 int Engine::timeout() const {

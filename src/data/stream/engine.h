@@ -170,6 +170,7 @@ class Engine {
   [[nodiscard]] bool is_under_way() const;
   [[nodiscard]] int timeout() const;
   void expire();
+  void give_way();
   void drain_commands();
   void handle(Stop&);
   void handle(OfferedRegion& region);
@@ -227,6 +228,8 @@ class Engine {
   // The thread's own.
   bool stopping_ = false, busy_ = false;
   Time last_small_{};  // when a small write last began, here or there
+  Time no_way_before_{};
+  int kept_for_long_ = 0;
   Spinner spinner_;
   Copier copier_;
   GrantTable grants_;
