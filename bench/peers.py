@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -192,6 +193,9 @@ class Process:
         self.child.kill()
         self.child.wait()
 
+    def signal(self, number):
+        self.child.send_signal(number)
+
 
 class Peer:
     """Both processes of one engine over one transport, for one row size."""
@@ -211,6 +215,15 @@ class Peer:
         wrong = self.target.ask({"verify": number})["wrong"]
         return self.bytes / result["seconds"] / 1e9, burned / self.bytes * 1e9, wrong
 
+    # Progress threads that spin would take the cores from whoever has its turn.
+    def rest(self):
+        self.source.signal(signal.SIGSTOP)
+        self.target.signal(signal.SIGSTOP)
+
+    def wake(self):
+        self.target.signal(signal.SIGCONT)
+        self.source.signal(signal.SIGCONT)
+
     def end(self):
         self.source.end()
         self.target.end()
@@ -229,8 +242,10 @@ class Ours:
             figure = json.load(out)[0]
         return figure["value"], figure["cpu_seconds_per_gigabyte"], 0
 
-    def end(self):
+    def rest(self):
         pass
+
+    wake = end = rest
 
 
 def main():
@@ -257,11 +272,16 @@ def main():
             for engine in ("nixl", "mooncake"):
                 if (engine, transport) in ENVIRONMENTS:
                     contenders[engine] = lambda engine=engine: Peer(engine, transport, row, pages)
-            running = {name: make() for name, make in contenders.items()}
+            running = {}
+            for name, make in contenders.items():
+                running[name] = make()
+                running[name].rest()
             results = {name: [] for name in running}
             for number in range(options.rounds + 1):
                 for name, contender in running.items():
+                    contender.wake()
                     result = contender.round(number)
+                    contender.rest()
                     if number > 0 or result[2]:  # the first round warms up
                         results[name].append(result)
             for name, contender in running.items():

@@ -265,11 +265,40 @@ TEST_P(OneProcess, MetricsAreTrue) {
 
 INSTANTIATE_TEST_SUITE_P(
     Every, OneProcess,
-    testing::Combine(testing::Values(PlaneKind::kTcp, PlaneKind::kLoopback), testing::Bool()),
+    testing::Values(std::tuple{PlaneKind::kTcp, true}, std::tuple{PlaneKind::kTcp, false},
+                    std::tuple{PlaneKind::kShm, true}, std::tuple{PlaneKind::kAuto, true},
+                    std::tuple{PlaneKind::kAuto, false}, std::tuple{PlaneKind::kLoopback, true},
+                    std::tuple{PlaneKind::kLoopback, false}),
     [](const auto& param) {
-      return std::string(std::get<0>(param.param) == PlaneKind::kTcp ? "tcp" : "loopback") +
-             (std::get<1>(param.param) ? "_native" : "_sglang");
+      const auto [plane, native] = param.param;
+      const char* name = plane == PlaneKind::kTcp    ? "tcp"
+                         : plane == PlaneKind::kShm  ? "shm"
+                         : plane == PlaneKind::kAuto ? "auto"
+                                                     : "loopback";
+      return std::string(name) + (native ? "_native" : "_sglang");
     });
+
+// Which plane reaches whom is said at once, not by a room that waits.
+TEST(Endpoints, TheShmPlaneIsRefusedToRanksOfTheReference) {
+  const plan::Geometry geometry{.name = "t",
+                                .layers = 1,
+                                .attention = {},
+                                .kv_heads = 1,
+                                .key_head_bytes = 16,
+                                .value_head_bytes = 16,
+                                .dtype = DType::kBFloat16,
+                                .aux_bytes = {8}};
+  const RankMemory memory(geometry, {}, 4, 0);
+  DecodeOptions o;
+  o.layout = memory.layout;
+  o.total_kv_heads = 1;
+  o.plane = PlaneKind::kShm;
+  o.native = false;
+  EXPECT_EQ(DecodeEndpoint::create(o).status().code(), Code::kInvalidArgument);
+  o.native = true;
+  o.shared_directory = "/nowhere";
+  EXPECT_EQ(DecodeEndpoint::create(o).status().code(), Code::kUnavailable);
+}
 
 }  // namespace
 }  // namespace kvferry

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import xml.dom.minidom
 
 TOOL = sys.argv[1]
 SMALL = ["demo", "--requests", "6", "--tokens", "96", "--scale", "1"]
@@ -86,6 +87,25 @@ def sabotage():
         other = "stray_bytes" if key == "wrong_bytes" else "wrong_bytes"
         # One block: a page of layer 0's K of the first decode rank (2 heads of 256 bytes, 16 tokens).
         expect(numbers[key] == 8192 and numbers[other] == 0, kind, numbers)
+
+
+def bench():
+    """The bench's files have the names that others read; its figures are of this machine and not looked at."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, drawing = pathlib.Path(folder) / "bench.json", pathlib.Path(folder) / "bench.svg"
+        done = subprocess.run([TOOL, "bench", "planner", "rooms", "plane", "--rows", "256", "65536", "--pairs", "1", "--mebibytes", "16",
+                               "--json", str(out), "--svg", str(drawing)], capture_output=True, text=True, timeout=240)
+        expect(done.returncode == 0, done.stdout + done.stderr)
+        figures = json.loads(out.read_text())
+        names = {f["name"] for f in figures}
+        expect(names == {"planner.fragmented_8k_ms", "planner.slices_2k_ms", "rooms.p50_us", "rooms.p99_us", "rooms.per_second_64",
+                         "rooms.cpu_us_per_room_prefill", "rooms.cpu_us_per_room_decode", "rooms.small_beside_large_p99"}
+               | {f"plane.{way}.{row}" for way in ("tcp", "shm_ring", "shm_mapped") for row in ("256", "64k")}, names)
+        for figure in figures:
+            expect(figure["value"] > 0 and figure["baseline"] > 0 and figure["unit"], figure)
+            expect(abs(figure["ratio"] - figure["value"] / figure["baseline"]) < 1e-9 * figure["ratio"], figure)
+        xml.dom.minidom.parseString(drawing.read_text())
+        expect(drawing.read_text().count("<polyline") == 9, "three lines for each way")
 
 
 def usage():

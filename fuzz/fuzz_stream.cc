@@ -1,7 +1,8 @@
-// The header of the tcp plane and the check of its plan against a grant: whatever passes the check
+// The frames of the stream planes, and the check of a plan against a grant: whatever passes the check
 // lies inside lent items.
 #include <cstdint>
 #include <cstdlib>
+#include <string_view>
 
 #include "src/data/grant_table.h"
 #include "src/data/plan_cursor.h"
@@ -9,7 +10,11 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace kvferry;
-  const auto begin = data::tcp::decode_begin({reinterpret_cast<const char*>(data), size});
+  const std::string_view bytes(reinterpret_cast<const char*>(data), size);
+  (void)data::stream::decode_hello(bytes);
+  (void)data::stream::decode_done(bytes);
+  (void)data::stream::decode_pull(bytes);
+  const auto begin = data::stream::decode_begin(bytes);
   if (!begin.ok()) return 0;
   data::GrantTable table;
   const auto slabs =
