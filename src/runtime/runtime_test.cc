@@ -263,20 +263,21 @@ TEST_P(OneProcess, MetricsAreTrue) {
   EXPECT_NE(decode_->metrics().find("kvferry_decode_rooms_succeeded_total 1\n"), std::string::npos);
 }
 
+std::string case_name(const testing::TestParamInfo<OneProcess::ParamType>& param) {
+  const PlaneKind plane = std::get<0>(param.param);
+  const char* name = plane == PlaneKind::kTcp    ? "tcp"
+                     : plane == PlaneKind::kShm  ? "shm"
+                     : plane == PlaneKind::kAuto ? "auto"
+                                                 : "loopback";
+  return std::string(name) + (std::get<1>(param.param) ? "_native" : "_sglang");
+}
 INSTANTIATE_TEST_SUITE_P(
     Every, OneProcess,
     testing::Values(std::tuple{PlaneKind::kTcp, true}, std::tuple{PlaneKind::kTcp, false},
                     std::tuple{PlaneKind::kShm, true}, std::tuple{PlaneKind::kAuto, true},
                     std::tuple{PlaneKind::kAuto, false}, std::tuple{PlaneKind::kLoopback, true},
                     std::tuple{PlaneKind::kLoopback, false}),
-    [](const auto& param) {
-      const auto [plane, native] = param.param;
-      const char* name = plane == PlaneKind::kTcp    ? "tcp"
-                         : plane == PlaneKind::kShm  ? "shm"
-                         : plane == PlaneKind::kAuto ? "auto"
-                                                     : "loopback";
-      return std::string(name) + (native ? "_native" : "_sglang");
-    });
+    case_name);
 
 // Which plane reaches whom is said at once, not by a room that waits.
 TEST(Endpoints, TheShmPlaneIsRefusedToRanksOfTheReference) {
