@@ -350,6 +350,28 @@ TEST_F(Shm, ATargetThatGivesCreditForWhatItWasNotGivenLosesItsConnection) {
   EXPECT_EQ(wait(*plane_).status.code(), Code::kPeerLost);
 }
 
+// Its ring stays full, its socket unread: others do not notice.
+TEST_F(Shm, APeerThatTakesNothingHoldsNobodyUp) {
+  FalseTarget target("/dev/shm/kvferry-test-deaf");
+  auto source = make();
+  std::vector<std::uint8_t> own(kItems * kItemBytes, 0x66);
+  CopyPlan endless = plan(kItems, reinterpret_cast<std::uint64_t>(own.data()));
+  for (int i = 0; i < 1000; ++i) endless[0].runs.push_back(kvferry::Run{0, 0, kItems});
+  source->write({WriteId{1}, target.address(), {kToken, false}, 1, endless});
+  Hand deaf = target.accept();
+
+  for (std::uint64_t id = 2; id < 10; ++id) {
+    source->write({WriteId{id},
+                   plane_->address(),
+                   {kToken, false},
+                   1,
+                   plan(kItems, reinterpret_cast<std::uint64_t>(own.data()))});
+    const Completion done = wait(*source);
+    EXPECT_EQ(done.id, id);
+    EXPECT_TRUE(done.status.ok()) << done.status.to_string();
+  }
+}
+
 TEST_F(Shm, DoneBeforeEverythingWasSentIsNotBelieved) {
   FalseTarget target("/dev/shm/kvferry-test-early");
   settings_.shm_ring_bytes = kRing;  // smaller than the write: some of it waits for credit
