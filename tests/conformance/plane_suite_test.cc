@@ -147,6 +147,8 @@ class SimPair final : public PlanePair {
 class Plane : public testing::TestWithParam<PlaneCase> {
  protected:
   static constexpr std::uint32_t kItems = 64, kItemBytes = 4096;
+  // Runs of a write of gigabytes: no way of moving them is done before the next call comes.
+  static constexpr int kEndless = 100000;
   Plane() : pair_(GetParam().make()), target_memory_(kItems * kItemBytes, 0xEE) {
     if (GetParam().shared_source) {
       shared_.emplace(std::move(*SharedMemory::create(kItems * kItemBytes)));
@@ -301,8 +303,7 @@ TEST_P(Plane, AfterARevokesFenceNothingLands) {
 TEST_P(Plane, ACancelledWriteCompletesAndThenNothingOfItLands) {
   lend(1, kToken, {0, 1, 2, 3, 4, 5, 6, 7});
   CopyPlan p = plan(0, 0, 8);
-  // Gigabytes, so that no way of moving them is done before the cancel comes.
-  for (int i = 0; i < 100000; ++i) p[0].runs.push_back(kvferry::Run{0, 0, 8});
+  for (int i = 0; i < kEndless; ++i) p[0].runs.push_back(kvferry::Run{0, 0, 8});
   write(1, {kToken, false}, p, 1);
   write(9, {kToken, false}, plan(0, 0, 1), 2);
   wait_write(9);  // now the large one is on its way
@@ -320,7 +321,7 @@ TEST_P(Plane, ACancelledWriteCompletesAndThenNothingOfItLands) {
 TEST_P(Plane, ForgettingAPeerCompletesItsWritesAndSparesOthers) {
   lend(1, kToken, {0, 1, 2, 3});
   CopyPlan p = plan(0, 0, 4);
-  for (int i = 0; i < 2000; ++i) p[0].runs.push_back(kvferry::Run{0, 0, 4});
+  for (int i = 0; i < kEndless; ++i) p[0].runs.push_back(kvferry::Run{0, 0, 4});
   write(1, {kToken, false}, p);
   pair_->source().forget(pair_->target().address(), FenceId{7});
   EXPECT_TRUE(wait_fence(7).status.ok());
@@ -357,7 +358,7 @@ TEST_P(Plane, ForeignWritersReachWhatIsLentToThem) {
 TEST_P(Plane, ASmallRoomIsNotHeldUpByALargeOne) {
   lend(1, kToken, {0, 1, 2, 3, 4, 5, 6, 7});
   CopyPlan large = plan(0, 0, 8);
-  for (int i = 0; i < 4000; ++i) large[0].runs.push_back(kvferry::Run{0, 0, 8});
+  for (int i = 0; i < 9000; ++i) large[0].runs.push_back(kvferry::Run{0, 0, 8});
   write(1, {kToken, false}, large, 1);
   write(2, {kToken, false}, plan(0, 7, 1), 2);
   EXPECT_TRUE(wait_write(2).status.ok());
