@@ -82,6 +82,8 @@ class Hand {
     return header;
   }
   [[nodiscard]] const std::string& payload() const { return payload_; }
+  // That came with what was heard so far.
+  [[nodiscard]] const std::vector<OwnedFd>& fds() const { return fds_; }
   bool is_closed() {
     while (hear()) {
     }
@@ -96,8 +98,21 @@ class Hand {
         ADD_FAILURE() << "no word within patience";
         return false;
       }
-      const ssize_t n = recv(fd_.get(), to, bytes, 0);
+      iovec part{to, bytes};
+      msghdr message{};
+      message.msg_iov = &part;
+      message.msg_iovlen = 1;
+      alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * 8)] = {};
+      message.msg_control = control;
+      message.msg_controllen = sizeof control;
+      const ssize_t n = recvmsg(fd_.get(), &message, MSG_CMSG_CLOEXEC);
       if (n <= 0) return false;
+      const cmsghdr* h = CMSG_FIRSTHDR(&message);
+      for (std::size_t i = 0; h != nullptr && i < (h->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++i) {
+        int fd = -1;
+        std::memcpy(&fd, CMSG_DATA(h) + i * sizeof(int), sizeof fd);
+        fds_.emplace_back(fd);
+      }
       to += n;
       bytes -= static_cast<std::size_t>(n);
     }
@@ -105,6 +120,7 @@ class Hand {
   }
   OwnedFd fd_;
   std::string payload_;
+  std::vector<OwnedFd> fds_;
 };
 
 class Shm : public testing::Test {
@@ -300,7 +316,8 @@ TEST_F(Shm, ASourceThatDiesInTheMiddleLeavesNothingBehind) {
 class FalseTarget {
  public:
   explicit FalseTarget(const std::string& path) : path_(path) {
-    listener_ = OwnedFd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    unlink(path.c_str());  // of a test that was killed
+    listener_ = OwnedFd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const sockaddr_un address = unix_address(path);
     EXPECT_EQ(bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address),
               0);
@@ -310,7 +327,11 @@ class FalseTarget {
   [[nodiscard]] PlaneAddress address() const {
     return "shm/" + path_ + "/" + Token{5, 6}.to_string();
   }
-  Hand accept() { return Hand(OwnedFd(::accept(listener_.get(), nullptr, nullptr))); }
+  Hand accept() {
+    pollfd watched{listener_.get(), POLLIN, 0};
+    EXPECT_EQ(poll(&watched, 1, kPatienceMs), 1) << "nobody came within patience";
+    return Hand(OwnedFd(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
+  }
 
  private:
   std::string path_;
@@ -319,22 +340,49 @@ class FalseTarget {
 
 TEST_F(Shm, ACancelCompletesThoughTheTargetIsFrozen) {
   FalseTarget target("/dev/shm/kvferry-test-frozen");
+  std::vector<std::uint8_t> own(kItems * kItemBytes);
+  plane_->write({WriteId{1},
+                 target.address(),
+                 {kToken, false},
+                 1,
+                 plan(kItems, reinterpret_cast<std::uint64_t>(own.data()))});
+  Hand hand = target.accept();
+  ASSERT_TRUE(hand.hear());  // the hello: the write is on its way
+  ASSERT_TRUE(hand.hear());
+  plane_->cancel(WriteId{1});
+  const Completion done = wait(*plane_);
+  EXPECT_EQ(done.status.code(), Code::kAborted);
+  EXPECT_FALSE(done.settled) << "nobody has said that it reads no more";
+}
+
+// The target may copy out of the source's memory when it thaws; it must see then that nothing of it
+// counts.
+TEST_F(Shm, TheEpochMovesBeforeACancelledPullCompletes) {
+  FalseTarget target("/dev/shm/kvferry-test-epoch");
   auto shared = SharedMemory::create(kItems * kItemBytes);
   ASSERT_TRUE(shared.ok());
-  std::vector<std::uint8_t> own(kItems * kItemBytes);
   const std::vector<Region> regions{shared->region()};
   ASSERT_TRUE(plane_->register_memory(regions).ok());
-  for (const std::uint64_t base :
-       {reinterpret_cast<std::uint64_t>(own.data()), shared->region().base}) {
-    plane_->write({WriteId{base}, target.address(), {kToken, false}, 1, plan(kItems, base)});
-    Hand hand = target.accept();
-    ASSERT_TRUE(hand.hear());  // the hello: the write is on its way
-    ASSERT_TRUE(hand.hear());
-    plane_->cancel(WriteId{base});
-    const Completion done = wait(*plane_);
-    EXPECT_EQ(done.status.code(), Code::kAborted);
-    EXPECT_FALSE(done.settled) << "nobody has said that it reads no more";
-  }
+  plane_->write(
+      {WriteId{1}, target.address(), {kToken, false}, 1, plan(kItems, shared->region().base)});
+  Hand hand = target.accept();
+  ASSERT_TRUE(hand.hear());
+  ASSERT_EQ(hand.fds().size(), 3U) << "ring, epochs, region";
+  const auto epochs = Mapping::of(hand.fds()[1].get(), 4096, false);
+  ASSERT_TRUE(epochs.ok());
+  const auto pull = hand.hear();
+  ASSERT_TRUE(pull && pull->kind == Kind::kPull);
+  const auto begin = stream::decode_pull(hand.payload());
+  ASSERT_TRUE(begin.ok());
+  const auto& word =
+      reinterpret_cast<const std::atomic<std::uint64_t>*>(epochs->data())[begin->epoch_slot];
+  EXPECT_EQ(word.load(), begin->epoch);
+
+  plane_->cancel(WriteId{1});
+  const auto cancel = hand.hear();
+  ASSERT_TRUE(cancel && cancel->kind == Kind::kCancel);
+  EXPECT_NE(word.load(), begin->epoch);
+  EXPECT_FALSE(wait(*plane_).settled);
 }
 
 TEST_F(Shm, ATargetThatGivesCreditForWhatItWasNotGivenLosesItsConnection) {
