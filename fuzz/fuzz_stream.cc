@@ -1,5 +1,5 @@
-// The frames of the stream planes, and the check of a plan against a grant: whatever passes the check
-// lies inside lent items.
+// The frames of the stream planes, and the check of a plan against a grant: whatever passes the
+// check lies inside lent items.
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>
