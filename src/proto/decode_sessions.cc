@@ -141,19 +141,11 @@ void DecodeManager::end_session(Token token, Status reason, bool tell, Time now)
 void DecodeManager::on_frames(const wire::Frames& frames, Time now) {
   if (wire::is_native(frames)) {
     const auto frame = wire::decode_native(frames);
-    if (!frame.ok()) {
-      ++counters_.malformed_messages;
-      ports_.trace.trace(Severity::kDebug, frame.status().message());
-      return;
-    }
-    return on_native(*frame, now);
-  }
-  auto message = wire::decode_at_decode(frames);
-  if (!message.ok()) {
-    ++counters_.malformed_messages;
-    ports_.trace.trace(Severity::kDebug, message.status().message());
+    if (is_readable(frame, counters_, ports_.trace)) on_native(*frame, now);
     return;
   }
+  auto message = wire::decode_at_decode(frames);
+  if (!is_readable(message, counters_, ports_.trace)) return;
   if (const auto* m = std::get_if<wire::AuxData>(&*message)) return on_aux_data(*m);
   if (const auto* m = std::get_if<wire::Done>(&*message)) {
     const auto live = live_.find(m->room);

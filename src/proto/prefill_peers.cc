@@ -71,19 +71,11 @@ void PrefillManager::on_http(CallId call, const HttpResponse& response, Time now
 void PrefillManager::on_frames(const wire::Frames& frames, Time now) {
   if (wire::is_native(frames)) {
     const auto frame = wire::decode_native(frames);
-    if (!frame.ok()) {
-      ++counters_.malformed_messages;
-      ports_.trace.trace(Severity::kDebug, frame.status().message());
-      return;
-    }
-    return on_native(*frame, now);
-  }
-  auto message = wire::decode_at_prefill(frames);
-  if (!message.ok()) {
-    ++counters_.malformed_messages;
-    ports_.trace.trace(Severity::kDebug, message.status().message());
+    if (is_readable(frame, counters_, ports_.trace)) on_native(*frame, now);
     return;
   }
+  auto message = wire::decode_at_prefill(frames);
+  if (!is_readable(message, counters_, ports_.trace)) return;
   if (const auto* m = std::get_if<wire::Register>(&*message)) return on_register_foreign(*m, now);
   if (auto* m = std::get_if<wire::Metadata>(&*message)) {
     const PeerKey peer{{}, m->session_name};

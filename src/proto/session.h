@@ -28,4 +28,13 @@ inline void send_native(ControlPort& control, const Address& to, const Address& 
                                         .message = std::move(message)}));
 }
 
+// Whether frames could be read. What could not is counted and dropped.
+template <class T>
+bool is_readable(const Result<T>& message, Counters& counters, TracePort& trace) {
+  if (message.ok()) return true;
+  ++counters.malformed_messages;
+  trace.trace(Severity::kDebug, message.status().message());
+  return false;
+}
+
 }  // namespace kvferry::proto

@@ -92,8 +92,7 @@ void Engine::command(Command command, bool waits) {
     const std::lock_guard lock(mutex_);
     commands_.push_back(std::move(command));
     if (!sleeping_ || (!waits && commands_.size() < kPatientCommandsMax)) return;
-    sleeping_ =
-        false;  // one signal is enough, and none while it is awake: it looks before it sleeps
+    sleeping_ = false;  // one signal is enough; while awake it looks before it sleeps
   }
   signal(command_event_);
 }
