@@ -68,52 +68,38 @@ class TcpPair final : public PlanePair {
   std::unique_ptr<data::StreamPlane> source_, target_;
 };
 
-class ShmPair final : public PlanePair {
+// Two planes as `make` makes them; a new process is a new plane.
+template <auto make>
+class MadePair final : public PlanePair {
  public:
-  ShmPair() : source_(make()), target_(make()) {}
+  MadePair() : source_(make(settings_, entropy_)), target_(make(settings_, entropy_)) {}
   DataPlane& source() override { return *source_; }
   DataPlane& target() override { return *target_; }
   void step() override { wait_for_either(*source_, *target_); }
   void replace_target() override {
     target_.reset();
-    target_ = make();
+    target_ = make(settings_, entropy_);
   }
 
  private:
-  std::unique_ptr<data::StreamPlane> make() {
-    auto plane = data::create_shm_plane("/dev/shm", settings_, entropy_);
-    EXPECT_TRUE(plane.ok()) << plane.status().to_string();
-    return std::move(*plane);
-  }
   Settings settings_;
   KernelEntropy entropy_;
-  std::unique_ptr<data::StreamPlane> source_, target_;
+  std::unique_ptr<DataPlane> source_, target_;
 };
 
+std::unique_ptr<DataPlane> make_shm(const Settings& settings, Entropy& entropy) {
+  auto plane = data::create_shm_plane("/dev/shm", settings, entropy);
+  EXPECT_TRUE(plane.ok()) << plane.status().to_string();
+  return std::move(*plane);
+}
 // Both planes at either end; `in_reach` decides which one is taken.
 template <bool (*in_reach)(const PlaneAddress&)>
-class ChoicePair final : public PlanePair {
- public:
-  ChoicePair() : source_(make()), target_(make()) {}
-  DataPlane& source() override { return *source_; }
-  DataPlane& target() override { return *target_; }
-  void step() override { wait_for_either(*source_, *target_); }
-  void replace_target() override {
-    target_.reset();
-    target_ = make();
-  }
-
- private:
-  std::unique_ptr<data::ChoicePlane> make() {
-    auto shm = data::create_shm_plane("/dev/shm", settings_, entropy_);
-    auto tcp = data::create_tcp_plane({}, settings_, entropy_);
-    EXPECT_TRUE(shm.ok() && tcp.ok());
-    return std::move(*data::ChoicePlane::create(std::move(*shm), std::move(*tcp), in_reach));
-  }
-  Settings settings_;
-  KernelEntropy entropy_;
-  std::unique_ptr<data::ChoicePlane> source_, target_;
-};
+std::unique_ptr<DataPlane> make_choice(const Settings& settings, Entropy& entropy) {
+  auto tcp = data::create_tcp_plane({}, settings, entropy);
+  EXPECT_TRUE(tcp.ok()) << tcp.status().to_string();
+  return std::move(
+      *data::ChoicePlane::create(make_shm(settings, entropy), std::move(*tcp), in_reach));
+}
 bool never(const PlaneAddress&) {
   return false;
 }
@@ -393,11 +379,13 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         PlaneCase{"loopback", [] { return std::make_unique<LoopbackPair>(); }},
         PlaneCase{"tcp", [] { return std::make_unique<TcpPair>(); }},
-        PlaneCase{"shm_ring", [] { return std::make_unique<ShmPair>(); }},
-        PlaneCase{"shm_pulled", [] { return std::make_unique<ShmPair>(); }, true},
-        PlaneCase{"choice_shm",
-                  [] { return std::make_unique<ChoicePair<data::shm_plane_in_reach>>(); }, true},
-        PlaneCase{"choice_tcp", [] { return std::make_unique<ChoicePair<never>>(); }},
+        PlaneCase{"shm_ring", [] { return std::make_unique<MadePair<make_shm>>(); }},
+        PlaneCase{"shm_pulled", [] { return std::make_unique<MadePair<make_shm>>(); }, true},
+        PlaneCase{
+            "choice_shm",
+            [] { return std::make_unique<MadePair<make_choice<data::shm_plane_in_reach>>>(); },
+            true},
+        PlaneCase{"choice_tcp", [] { return std::make_unique<MadePair<make_choice<never>>>(); }},
         PlaneCase{"sim", [] { return std::make_unique<SimPair>(); }}),
     [](const auto& param) { return param.param.name; });
 
