@@ -85,7 +85,8 @@ void add_bench_options(CLI::App& app, BenchOptions& options) {
   app.add_option("--pairs", options.pairs, "alternating pairs that are measured")
       ->check(CLI::Range(1U, 1000U))
       ->capture_default_str();
-  app.add_option("--seconds", options.seconds, "go on for so long with each shape, beyond --pairs")
+  app.add_option("--seconds", options.seconds,
+                 "how long plane takes in all, where --pairs take less")
       ->check(CLI::Range(0.0, 3600.0));
   app.add_option("--mebibytes", options.mebibytes, "payload of one round")
       ->check(CLI::Range(16U, 4096U))

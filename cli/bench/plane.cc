@@ -202,7 +202,7 @@ class PlaneRun {
 
   void floor_tcp(Rows& rows) {
     const std::uint64_t piece = piece_bytes(shape_.row);
-    std::vector<char> buffer(kSendBuffer);
+    LineBuffer buffer(kSendBuffer);
     Batch batch(data::CopyKind::kGather, shape_.row);
     std::size_t filled = 0;
     for (std::uint64_t done = 0; done < shape_.bytes(); done += shape_.row) {
@@ -272,6 +272,8 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
       options.mebibytes, kRowsPerPage, kTargetSpread,
       options.pattern == "random" ? "in random order" : "in order", "way and row", "GB/s", "floor",
       "share", "limit", "share", "CPU s/GB");
+  const double seconds =
+      options.seconds / static_cast<double>(options.planes.size() * options.rows.size());
   for (const std::string& way : options.planes) {
     for (const std::uint32_t row : options.rows) {
       const Shape shape{way_of(way), row,
@@ -282,8 +284,8 @@ void bench_plane(const BenchOptions& options, std::vector<Figure>& figures) {
       PlaneRun run(shape, settings);
       std::vector<double> ours, floors, limits, cpu;
       const auto begin = Clock::now();
-      for (std::uint64_t round = 0;
-           round <= options.pairs || seconds_since(begin) < options.seconds; ++round) {
+      for (std::uint64_t round = 0; round <= options.pairs || seconds_since(begin) < seconds;
+           ++round) {
         run.fill(round);
         const double limit = run.limit();
         // Which of the two goes first alternates: the machine is not quiet, and its noise has

@@ -105,6 +105,19 @@ struct FloorRing {
 };
 static_assert(sizeof(FloorRing) <= FloorRing::kHead);
 
+// Memory that begins a line, as the kernels like it.
+class LineBuffer {
+ public:
+  explicit LineBuffer(std::size_t bytes) : memory_(bytes + data::kLine) {}
+  [[nodiscard]] char* data() {
+    return memory_.data() + -reinterpret_cast<std::uintptr_t>(memory_.data()) % data::kLine;
+  }
+  [[nodiscard]] std::size_t size() const { return memory_.size() - data::kLine; }
+
+ private:
+  std::vector<char> memory_;
+};
+
 // Bounded buffers: on one host a flight that fits the caches is faster (docs/PERFORMANCE.md).
 inline void tune_floor_socket(int fd) {
   const int one = 1, bytes = 500000;

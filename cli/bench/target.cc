@@ -119,7 +119,7 @@ class PlaneTarget {
 
   void floor_tcp(Rows& rows) {
     connect();
-    std::vector<char> buffer(kReceiveBuffer);
+    LineBuffer buffer(kReceiveBuffer);
     Batch batch(data::CopyKind::kScatter, shape_.row);
     std::uint64_t in_row = 0;
     char* row = rows.next();

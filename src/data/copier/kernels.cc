@@ -15,8 +15,6 @@
 namespace kvferry::data {
 namespace {
 
-constexpr std::size_t kLine = 64;
-
 // Lines of pieces to come are asked for while earlier ones are copied: rows at random places defeat
 // the hardware's own guess.
 constexpr std::size_t kAheadBytes = 2048, kAheadPieceBytes = 1024;

@@ -11,6 +11,8 @@
 
 namespace kvferry::data {
 
+inline constexpr std::size_t kLine = 64;  // bytes of a line of memory, as caches know it
+
 struct Piece {
   char* to = nullptr;
   const char* from = nullptr;

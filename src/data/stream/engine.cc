@@ -19,8 +19,6 @@ namespace {
 
 // Bytes that one connection may move before the others and the commands have their turn.
 constexpr std::size_t kTurnBytes = 128 << 10;
-constexpr std::size_t kReceiveBytes =
-    64 << 10;  // read, checked and scattered while it is in the first-level caches
 constexpr std::size_t kEvents = 256;
 constexpr std::size_t kPatientCommandsMax = 1024;  // that wait for the next waking
 constexpr auto kSmallMemory = std::chrono::milliseconds(10);
@@ -28,6 +26,11 @@ constexpr auto kKeptForLong = std::chrono::microseconds(1000);
 constexpr auto kNoWayPause = std::chrono::milliseconds(8);
 constexpr int kKeptTimes = 3;
 constexpr auto kNoDescriptorPause = std::chrono::milliseconds(100);
+
+// From there to the next line of memory.
+std::size_t to_line(const char* at) {
+  return -reinterpret_cast<std::uintptr_t>(at) % kLine;
+}
 
 std::string error_text(int error) {
   return std::strerror(error);
@@ -70,7 +73,8 @@ Status Engine::start() {
     return Status(Code::kExhausted, "no descriptor for a data plane: " + error_text(errno));
   watch(links_->listener(), EPOLLIN, nullptr);
   watch(command_event_, EPOLLIN, &command_event_);
-  receive_buffer_.resize(kReceiveBytes);
+  receive_buffer_.resize(kReceiveBytes + 2 * kLine);
+  receive_line_ = receive_buffer_.data() + to_line(receive_buffer_.data());
   thread_ = std::thread([this] { run(); });
   return {};
 }
@@ -446,6 +450,14 @@ void Engine::serve(Connection& c, std::uint32_t events) {
 }
 
 // --- what both ends send
+
+char* Engine::Connection::extend_slice(std::size_t bytes) {
+  if (waiting() > 0) return extend(kHeaderBytes + bytes);
+  if (out.size() < kLine + kHeaderBytes + bytes) out.resize(kLine + kHeaderBytes + bytes);
+  out_done = to_line(out.data() + kHeaderBytes);
+  out_end = out_done + kHeaderBytes + bytes;
+  return out.data() + out_done;
+}
 
 char* Engine::Connection::extend(std::size_t bytes) {
   if (out_done == out_end) out_done = out_end = 0;

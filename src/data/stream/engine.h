@@ -63,6 +63,8 @@ class Engine {
   [[nodiscard]] PlaneCounters counters() const;
 
  private:
+  // Read, checked and scattered while it is in the first-level caches.
+  static constexpr std::size_t kReceiveBytes = 64 << 10;
   // A write of ours.
   struct Connection;
   struct Outgoing {
@@ -120,6 +122,9 @@ class Engine {
     [[nodiscard]] std::size_t waiting() const { return out_end - out_done; }
     // Room for so many more bytes at the end.
     char* extend(std::size_t bytes);
+    // The same for a header and so many bytes, which begin a line of memory where nothing waits
+    // before them: kernels copy whole lines, and rows that straddle lines cost more.
+    char* extend_slice(std::size_t bytes);
     Ring ring;
     // Outgoing.
     OwnedFd ring_file;
@@ -238,6 +243,7 @@ class Engine {
   Deadlines<int> connect_deadlines_;
   Deadlines<WriteId> cancel_deadlines_;
   std::vector<char> receive_buffer_;
+  char* receive_line_ = nullptr;  // its first byte that begins a line of memory
   std::vector<OfferedRegion> offered_;
   // One word for each pulled write under way, mapped by every peer: the write counts while the word
   // is what its Pull said.

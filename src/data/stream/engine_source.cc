@@ -93,9 +93,9 @@ void Engine::gather(Connection& c, Outgoing& write, std::uint64_t bytes) {
     append_frame(c, {Kind::kSlice, length, id}, {});  // the kernel orders it behind the bytes
     return;
   }
-  store_header(c.extend(kHeaderBytes), {Kind::kSlice, length, id});
-  char* to = c.extend(bytes);
-  copier_.gather(write.cursor, bytes, to);
+  char* const at = c.extend_slice(bytes);
+  store_header(at, {Kind::kSlice, length, id});
+  copier_.gather(write.cursor, bytes, at + kHeaderBytes);
 }
 
 void Engine::on_answer(Connection& c, std::string_view payload) {

@@ -28,10 +28,14 @@ void Engine::receive(Connection& c) {
     // A header of a slice in a ring stands for many bytes: few of them are a turn.
     const std::size_t want =
         c.ring && !c.outgoing
-            ? std::min<std::uint64_t>(receive_buffer_.size(), (c.in_payload ? c.payload_left : 0) +
-                                                                  kRingHeaders * kHeaderBytes)
-            : receive_buffer_.size();
-    iovec into{receive_buffer_.data(), want};
+            ? std::min<std::uint64_t>(
+                  kReceiveBytes, (c.in_payload ? c.payload_left : 0) + kRingHeaders * kHeaderBytes)
+            : kReceiveBytes;
+    // A slice's bytes lie to the lines of memory as they lay where they were gathered.
+    const std::size_t in_slice = c.in_payload ? c.header.length - c.payload_left
+                                              : kLine - (kHeaderBytes - c.head.size()) % kLine;
+    char* const at = receive_line_ + in_slice % kLine;
+    iovec into{at, want};
     msghdr message{};
     message.msg_iov = &into;
     message.msg_iovlen = 1;
@@ -61,7 +65,7 @@ void Engine::receive(Connection& c) {
       if (c.in_fds.size() > kDescriptorsMax) return break_off(c, "too many descriptors");
     }
     moved += static_cast<std::size_t>(n);
-    std::string_view bytes(receive_buffer_.data(), static_cast<std::size_t>(n));
+    std::string_view bytes(at, static_cast<std::size_t>(n));
     while (!bytes.empty() && !c.dead) parse(c, bytes);
     if (static_cast<std::size_t>(n) < want) return;  // level-triggered: more wakes us again
   }
