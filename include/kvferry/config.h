@@ -56,6 +56,8 @@ struct Settings {
   Duration spin = std::chrono::microseconds(50);
   std::uint64_t copier_kernel = 0;
   std::uint64_t copier_threads = 0;
+  // Threads of planes run on the processors near the memory that is registered first.
+  std::uint64_t numa_local = 1;
   std::uint64_t shm_ring_bytes = 4ULL << 20;
   std::uint64_t shm_pulls_max = 4096;
   // Behaviour

@@ -1,9 +1,13 @@
-#include <gtest/gtest.h>
+#include <sched.h>
 
 #include <cstring>
+#include <thread>
+
+#include <gtest/gtest.h>
 
 #include "kvferry/config.h"
 #include "src/base/deadlines.h"
+#include "src/base/numa.h"
 #include "src/base/parse.h"
 #include "src/base/random.h"
 
@@ -62,6 +66,27 @@ TEST(Deadlines, OneDeadlineAKeyInTheOrderOfTime) {
   EXPECT_EQ(deadlines.pop_due(at(9)), 1);
   EXPECT_EQ(deadlines.pop_due(at(9)), 2);
   EXPECT_EQ(deadlines.next(), Time::max());
+}
+
+TEST(Numa, ListsOfProcessorsAreReadAsTheKernelPrintsThem) {
+  EXPECT_EQ(parse_cpu_list("0-3,8,10-11\n"), (std::vector<int>{0, 1, 2, 3, 8, 10, 11}));
+  EXPECT_EQ(parse_cpu_list("0\n"), std::vector<int>{0});
+  for (const char* bad : {"", "\n", "a", "1-", "3-1", "1,", ",1", "0-99999", "-1"})
+    EXPECT_TRUE(parse_cpu_list(bad).empty()) << bad;
+}
+
+TEST(Numa, AThreadStaysWithinTheProcessorsThatItMayUse) {
+  std::thread([] {
+    cpu_set_t before, after;
+    ASSERT_EQ(sched_getaffinity(0, sizeof before, &before), 0);
+    EXPECT_FALSE(run_near(1 << 20)) << "a node that is not there";
+    ASSERT_EQ(sched_getaffinity(0, sizeof after, &after), 0);
+    EXPECT_TRUE(CPU_EQUAL(&before, &after));
+    if (!run_near(0)) return;  // a kernel without nodes
+    ASSERT_EQ(sched_getaffinity(0, sizeof after, &after), 0);
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      EXPECT_TRUE(!CPU_ISSET(cpu, &after) || CPU_ISSET(cpu, &before)) << cpu;
+  }).join();
 }
 
 TEST(Base, NumbersAreParsedWhole) {

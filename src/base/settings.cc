@@ -120,6 +120,10 @@ void describe_settings(S& s, F&& f) {
   f(RowInfo{"copier_threads", "KVFERRY_COPIER_THREADS", "",
             "threads that copy for one endpoint; 0: an eighth of the cores, 1 to 8", 0, 256},
     s.copier_threads);
+  f(RowInfo{"numa_local", "KVFERRY_NUMA_LOCAL", "",
+            "threads of planes run near the memory that is registered first; 0: where they may", 0,
+            1},
+    s.numa_local);
   f(RowInfo{"shm_ring_bytes", "KVFERRY_SHM_RING_BYTES", "B",
             "ring of shared memory between two endpoints of one host", 64ULL << 10, 64ULL << 20},
     s.shm_ring_bytes);

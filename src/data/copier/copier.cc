@@ -4,7 +4,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <thread>
+
+#include "src/base/numa.h"
 
 namespace kvferry::data {
 namespace {
@@ -39,6 +42,11 @@ class Copier::Pool {
     for (std::thread& thread : threads_) thread.join();
   }
   [[nodiscard]] std::size_t size() const { return threads_.size(); }
+
+  void move_near(int node) {
+    const std::lock_guard lock(mutex_);
+    node_ = node;
+  }
 
   void run(const Kernel& kernel, std::span<const Piece> pieces, std::uint64_t bytes) {
     parts_.clear();
@@ -77,13 +85,16 @@ class Copier::Pool {
   }
   void help() {
     std::uint64_t seen = 0;
+    std::optional<int> here;
     std::unique_lock lock(mutex_);
     for (;;) {
       wake_.wait(lock, [&] { return stopping_ || (job_ != seen && kernel_ != nullptr); });
       if (stopping_) return;
       seen = job_;
+      const std::optional<int> node = node_;
       ++working_;  // under the mutex: the caller cannot go on, nor change the parts, before us
       lock.unlock();
+      if (node && node != here) kvferry::run_near(*(here = node));
       work();
       lock.lock();
       if (--working_ == 0) done_.notify_one();
@@ -94,6 +105,7 @@ class Copier::Pool {
   std::condition_variable wake_, done_;
   bool stopping_ = false;
   std::uint64_t job_ = 0;
+  std::optional<int> node_;
   std::size_t working_ = 0;
   const Kernel* kernel_ = nullptr;  // null: no job
   // Written by the caller while nobody works; read by helpers after they entered under the mutex.
@@ -115,6 +127,10 @@ Copier::Copier(const Settings& settings) {
 }
 
 Copier::~Copier() = default;
+
+void Copier::run_near(int node) {
+  if (pool_ != nullptr) pool_->move_near(node);
+}
 
 std::size_t Copier::threads() const {
   return pool_ == nullptr ? 1 : pool_->size() + 1;

@@ -29,6 +29,9 @@ class Copier {
   // The cursor's sources must be readable here.
   std::uint64_t direct(PlanCursor& cursor, std::uint64_t budget);
 
+  // The threads besides the caller's go to that node's processors.
+  void run_near(int node);
+
   [[nodiscard]] const KernelChoice& choice() const { return choice_; }
   // Threads that copy, the caller's included.
   [[nodiscard]] std::size_t threads() const;

@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 
 #include "src/base/check.h"
+#include "src/base/numa.h"
 #include "src/base/turns.h"
 
 namespace kvferry::data::stream {
@@ -102,6 +103,9 @@ void Engine::command(Command command, bool waits) {
 }
 
 void Engine::offer(const Region& region) {
+  if (const auto node = numa_node_of(reinterpret_cast<const void*>(region.base));
+      node && settings_.numa_local != 0)
+    command(NearCommand{*node}, false);
   if (region.file < 0 || !links_->one_host()) return;
   OwnedFd file(dup(region.file));
   if (file) command(OfferedRegion{{region.base, region.bytes}, std::move(file)});
@@ -274,6 +278,12 @@ void Engine::drain_commands() {
 
 void Engine::handle(Stop&) {
   stopping_ = true;
+}
+
+void Engine::handle(NearCommand& c) {
+  if (node_) return;
+  node_ = c.node;
+  if (run_near(c.node)) copier_.run_near(c.node);
 }
 
 void Engine::handle(OfferedRegion& region) {

@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -51,7 +52,8 @@ class Engine {
   // Once. kExhausted when the kernel has no descriptors or memory for it.
   Status start();
 
-  // Before the first write. Memory with a file may be mapped by peers on this host.
+  // Before the first write. Memory with a file may be mapped by peers on this host. The first
+  // region of all says near which memory the copying threads shall run.
   void offer(const Region& region);
   void grant(GrantSpec spec);
   void revoke(GrantId grant, FenceId fence);
@@ -152,6 +154,9 @@ class Engine {
   };
 
   struct Stop {};
+  struct NearCommand {
+    int node = 0;
+  };
   struct RevokeCommand {
     GrantId grant{};
     FenceId fence{};
@@ -163,8 +168,8 @@ class Engine {
     PlaneAddress peer;
     FenceId fence{};
   };
-  using Command = std::variant<Stop, OfferedRegion, GrantSpec, RevokeCommand, WriteSpec,
-                               CancelCommand, ForgetCommand>;
+  using Command = std::variant<Stop, NearCommand, OfferedRegion, GrantSpec, RevokeCommand,
+                               WriteSpec, CancelCommand, ForgetCommand>;
   // `waits`: whether somebody waits for what it does; else it is done when the thread wakes next.
   void command(Command command, bool waits = true);
   void complete(Completion completion);
@@ -178,6 +183,7 @@ class Engine {
   void give_way();
   void drain_commands();
   void handle(Stop&);
+  void handle(NearCommand& c);
   void handle(OfferedRegion& region);
   void handle(GrantSpec& spec);
   void handle(RevokeCommand& c);
@@ -232,7 +238,8 @@ class Engine {
 
   // The thread's own.
   bool stopping_ = false, busy_ = false;
-  Time last_small_{};  // when a small write last began, here or there
+  std::optional<int> node_;  // whose processors it runs on
+  Time last_small_{};        // when a small write last began, here or there
   Time no_way_before_{};
   int kept_for_long_ = 0;
   Spinner spinner_;
