@@ -1,6 +1,7 @@
 #include "src/plan/geometry.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "src/plan/planner.h"
 
@@ -58,6 +59,14 @@ std::uint64_t place_slabs(Layout& layout, std::uint64_t base, std::uint64_t alig
     offset += (bytes + align - 1) / align * align;
   }
   return offset;
+}
+
+std::uint32_t page_limit(const Layout& layout) {
+  std::uint32_t limit = std::numeric_limits<PageIndex>::max();
+  for (const Slab& slab : layout.slabs) {
+    if (slab.component != Component::kAux) limit = std::min(limit, slab.item_count);
+  }
+  return limit;
 }
 
 std::vector<Region> regions_of(const Layout& layout) {

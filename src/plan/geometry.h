@@ -40,6 +40,10 @@ Layout layout_of_rank(const Geometry& geometry, const RankPlace& place, std::uin
 // same layout with bases set so, from `base` on.
 std::uint64_t place_slabs(Layout& layout, std::uint64_t base, std::uint64_t align);
 
+// Pages from here on lie outside a KV pool of the layout; a rank without KV pools (a pipeline stage
+// without layers) takes any.
+std::uint32_t page_limit(const Layout& layout);
+
 // What a data plane must be able to reach: every slab of the layout.
 std::vector<Region> regions_of(const Layout& layout);
 

@@ -25,8 +25,8 @@ struct RankMapping {
   std::vector<std::uint32_t> tp_ranks;  // ascending; the first one is the selected one under MLA
   std::vector<std::uint32_t> cp_ranks;
   std::vector<std::uint32_t> pp_ranks;  // ascending
-  std::uint32_t required_destinations =
-      1;  // decode ranks that each contacted prefill rank hears from
+  // Decode ranks that a contacted prefill rank hears from, by its place in `tp_ranks`.
+  std::vector<std::uint32_t> required_destinations;
   std::uint32_t required_responses =
       1;  // Success messages that complete a room of a reference peer
   friend bool operator==(const RankMapping&, const RankMapping&) = default;
@@ -37,6 +37,15 @@ struct RankMapping {
 // refused with both sizes.
 Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention,
                               const InstanceShape& prefill, bool all_cp_ranks);
+
+// The same between native ranks, whatever their sizes: where sizes and heads do not all divide each
+// other, a decode rank hears from every prefill rank that holds one of its heads (`kv_heads` of the
+// model; under MLA from its share of the prefill ranks). A decode instance with several stages contacts
+// every prefill stage, since the two may be cut differently; those that hold nothing for it write
+// nothing. Refused: sizes of 0, decode CP other than 1, heads that are not known but needed.
+Result<RankMapping> map_native_ranks(const RankPlace& decode, AttentionKind attention,
+                                     std::uint32_t kv_heads, const InstanceShape& prefill,
+                                     bool all_cp_ranks);
 
 // Contiguous part of `total` page positions that context-parallel rank `rank` of `size` sends:
 // [begin, end).

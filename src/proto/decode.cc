@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "src/base/mark.h"
+#include "src/plan/geometry.h"
 #include "src/plan/planner.h"
 #include "src/proto/text.h"
 
@@ -15,12 +16,12 @@ DecodeManager::DecodeManager(DecodeSelf self, const Settings& settings, Ports po
       settings_(settings),
       ports_(ports),
       leases_(ports_.plane, settings_, counters_) {
+  pool_pages_ = plan::page_limit(self_.layout);
   std::vector<GrantSlab> kv, aux;
   for (const Slab& slab : self_.layout.slabs) {
     const bool is_aux = slab.component == Component::kAux;
     (is_aux ? aux : kv).push_back({slab.base, slab.item_stride, slab.item_bytes, slab.item_count});
-    std::uint32_t& count = is_aux ? aux_rows_ : pool_pages_;
-    count = count == 0 ? slab.item_count : std::min(count, slab.item_count);
+    if (is_aux) aux_rows_ = aux_rows_ == 0 ? slab.item_count : std::min(aux_rows_, slab.item_count);
   }
   const auto by_base = [](const GrantSlab& a, const GrantSlab& b) { return a.base < b.base; };
   std::sort(kv.begin(), kv.end(), by_base);
@@ -197,31 +198,67 @@ GrantGroup DecodeManager::kv_group(const std::vector<PageIndex>& pages) const {
   return group;
 }
 
-// Which of the sources write. Foreign ones: all, but only the selected rank under MLA (the others
-// get a dummy message). Native ones: for each head the lowest rank that holds it, so that every
-// destination byte has exactly one writer.
-void DecodeManager::elect(const Use& use, std::vector<Source>& sources) const {
+// Native ranks say what they hold: who writes follows from the layouts, one writer for each byte,
+// and a byte that nobody holds is found before a page is lent.
+Result<std::vector<bool>> DecodeManager::writers_of(const Use& use,
+                                                    const Instance& instance) const {
+  std::vector<bool> writes;
+  for (const std::uint32_t cp : use.mapping.cp_ranks) {  // each CP rank sends its part of all
+    std::vector<plan::Party> parties;
+    for (const PlaceKey& key : use.order) {
+      if (key[1] != cp) continue;
+      const Link& link = instance.links.at(key);
+      parties.push_back({fmt::format("prefill cp{} tp{} pp{} at {}", key[1], key[2], key[3],
+                                     link.address.host_port()),
+                         &link.info.layout});
+    }
+    auto elected = plan::elect_writers(parties,
+                                       {fmt::format("decode tp{} pp{} at {}", self_.place.tp_rank,
+                                                    self_.place.pp_rank, self_.control.host_port()),
+                                        &self_.layout},
+                                       static_cast<std::uint32_t>(settings_.model_layers));
+    if (!elected.ok()) return elected.status();
+    writes.insert(writes.end(), elected->begin(), elected->end());
+  }
+  return writes;
+}
+
+// Which of the sources write. Of a reference instance all, but only the selected rank under MLA
+// (the others get a dummy message). Where native ranks stand beside foreign ones: for each head the
+// lowest rank that holds it.
+Status DecodeManager::elect(Use& use, Instance& instance) const {
   const std::uint32_t first_tp = use.mapping.tp_ranks.front(),
                       last_pp = use.mapping.pp_ranks.back(),
                       first_cp = use.mapping.cp_ranks.front();
-  for (Source& source : sources) {
+  const std::vector<bool>* writes = nullptr;
+  if (instance.all_native) {
+    auto known = instance.writers.find(*use.dp_rank);
+    if (known == instance.writers.end())
+      known = instance.writers.emplace(*use.dp_rank, writers_of(use, instance)).first;
+    if (!known->second.ok()) return known->second.status();
+    writes = &*known->second;
+  }
+  for (std::size_t i = 0; i < use.connected.size(); ++i) {
+    Source& source = use.connected[i];
     const std::uint32_t tp = source.place[2];
-    if (self_.attention.mla) {
+    source.writes_aux = source.native && tp == first_tp && source.place[3] == last_pp &&
+                        source.place[1] == first_cp;
+    if (writes != nullptr) {
+      source.dummy = !writes->at(i) && !source.writes_aux;
+      if (source.dummy) KVF_REACHED("a native rank was elected not to write");
+    } else if (self_.attention.mla) {
       source.dummy = tp != first_tp;
     } else if (source.native && self_.total_kv_heads > 0) {
       const plan::HeadRange own = plan::heads_of_rank(self_.total_kv_heads, use.shape.tp_size, tp);
       for (const std::uint32_t lower : use.mapping.tp_ranks) {
         if (lower < tp &&
-            plan::heads_of_rank(self_.total_kv_heads, use.shape.tp_size, lower) == own) {
-          KVF_REACHED("a replica of a head was elected not to write");
+            plan::heads_of_rank(self_.total_kv_heads, use.shape.tp_size, lower) == own)
           source.dummy = true;
-        }
       }
     }
-    source.writes_aux =
-        source.native ? tp == first_tp && source.place[3] == last_pp && source.place[1] == first_cp
-                      : !source.dummy;
+    if (!source.native) source.writes_aux = !source.dummy;
   }
+  return {};
 }
 
 void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
@@ -238,7 +275,6 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
           true, now);
     }
   }
-  elect(use, sources);
   use.required = 0;
   for (const Source& source : sources) use.required += source.dummy ? 0 : 1;
   use.has_aux_row = metadata.aux_row.has_value();
@@ -282,7 +318,7 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
     m.grant = source.grant;
     m.dummy = source.dummy;
     m.writes_aux = source.writes_aux;
-    m.required_destinations = use.mapping.required_destinations;
+    m.required_destinations = source.required_destinations;
     m.prefix_tokens = metadata.prefix_tokens;
     if (!source.dummy) {
       m.pages = metadata.pages;

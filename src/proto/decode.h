@@ -23,6 +23,7 @@
 #include "kvferry/layout.h"
 #include "src/base/deadlines.h"
 #include "src/plan/ranks.h"
+#include "src/plan/writers.h"
 #include "src/proto/lease.h"
 #include "src/proto/ports.h"
 #include "src/proto/session.h"
@@ -102,6 +103,10 @@ class DecodeManager {
     std::optional<wire::Topology> topology;
     bool fetching = false, stale = false;
     bool ours = false;  // the server is one of ours: it says which ranks are native
+    bool all_native = false;
+    // Who writes to this rank, by prefill DP group, in the order in which they are contacted; from
+    // the layouts of native ranks, so the same for every room until one of them changes.
+    std::map<std::uint32_t, Result<std::vector<bool>>> writers;
     std::string last_error;
     std::map<PlaceKey, Link> links;
     std::map<PlaceKey, CallId> lookups;
@@ -113,6 +118,7 @@ class DecodeManager {
     PlaceKey place{};
     Address address;
     std::uint32_t unique_rank = 0;
+    std::uint32_t required_destinations = 1;  // that this rank hears from for the room
     bool native = false, dummy = false, writes_aux = false;
     Token session;  // native
     Token grant;    // native
@@ -170,11 +176,16 @@ class DecodeManager {
   void on_health(const Address& bootstrap, Instance& instance, const HttpResponse& response,
                  Time now);
   void lose_instance(const Address& bootstrap, Time now);
-  Status check_fit(const wire::Topology& topology, const Address& bootstrap) const;
+  Status check_fit(const wire::Topology& topology, const Address& bootstrap,
+                   const Instance& instance) const;
+  [[nodiscard]] Result<plan::RankMapping> map_to(const wire::Topology& topology,
+                                                 const Instance& instance) const;
   void resolve(UseId id, Use& use, Time now);
   void connect(Use& use, Instance& instance, UseId id, Time now);
   void lend_and_announce(UseId id, Use& use, Time now);
-  void elect(const Use& use, std::vector<Source>& sources) const;
+  Status elect(Use& use, Instance& instance) const;
+  [[nodiscard]] Result<std::vector<bool>> writers_of(const Use& use,
+                                                     const Instance& instance) const;
   void on_native(const wire::NativeFrame& frame, Time now);
   void on_done(UseId id, Use& use, Source* source, const wire::Done& done, Time now);
   void on_abort_ack(UseId id, Use& use, Source& source, const wire::AbortAck& ack, Time now);

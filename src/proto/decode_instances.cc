@@ -52,7 +52,7 @@ void DecodeManager::on_http(CallId id, const HttpResponse& response, Time now) {
 void DecodeManager::on_instance(const Address& bootstrap, Instance& instance,
                                 const HttpResponse& response, Time now) {
   const bool refused = response.status == 404 || response.status == 405;
-  if (refused) instance.ours = false;  // a server of the reference
+  if (refused) instance.ours = instance.all_native = false;  // a server of the reference
   if (response.status != 200 && !refused) {
     // Whether it is one of ours is not known; a native rank must not be taken for a foreign one.
     KVF_REACHED("a server did not say whether it is one of ours");
@@ -120,6 +120,10 @@ void DecodeManager::on_instance(const Address& bootstrap, Instance& instance,
           orphans.push_back(link.session);
       }
       instance.links = std::move(links);
+      instance.all_native = !instance.links.empty() &&
+                            std::all_of(instance.links.begin(), instance.links.end(),
+                                        [](const auto& entry) { return entry.second.native; });
+      instance.writers.clear();
       for (const Token token : orphans)
         end_session(token, Status(Code::kAborted, "the rank is not registered any more"), true,
                     now);
@@ -134,7 +138,23 @@ void DecodeManager::on_instance(const Address& bootstrap, Instance& instance,
        {});
 }
 
-Status DecodeManager::check_fit(const wire::Topology& topology, const Address& bootstrap) const {
+// Native ranks meet whatever their sizes; where a reference rank takes part, its rules hold. The
+// flag that decides whether all CP ranks send is the prefill side's to say where it can; ours
+// otherwise.
+Result<plan::RankMapping> DecodeManager::map_to(const wire::Topology& topology,
+                                                const Instance& instance) const {
+  const bool all_cp = settings_.all_cp_ranks || self_.attention.hybrid_mla || topology.layer_split;
+  const plan::InstanceShape shape{.tp_size = topology.tp_size,
+                                  .pp_size = topology.pp_size,
+                                  .cp_size = topology.cp_size,
+                                  .dp_size = topology.dp_size};
+  return instance.all_native ? plan::map_native_ranks(self_.place, self_.attention,
+                                                      self_.total_kv_heads, shape, all_cp)
+                             : plan::map_ranks(self_.place, self_.attention, shape, all_cp);
+}
+
+Status DecodeManager::check_fit(const wire::Topology& topology, const Address& bootstrap,
+                                const Instance& instance) const {
   if (topology.page_size && *topology.page_size != self_.layout.page_tokens) {
     return Status(
         Code::kRefused,
@@ -147,12 +167,7 @@ Status DecodeManager::check_fit(const wire::Topology& topology, const Address& b
         fmt::format("kv cache dtype differs: prefill instance {} has {}, this decode rank has {}",
                     bootstrap.host_port(), *topology.kv_cache_dtype, self_.kv_cache_dtype));
   }
-  const auto mapping = plan::map_ranks(self_.place, self_.attention,
-                                       {.tp_size = topology.tp_size,
-                                        .pp_size = topology.pp_size,
-                                        .cp_size = topology.cp_size,
-                                        .dp_size = topology.dp_size},
-                                       settings_.all_cp_ranks);
+  const auto mapping = map_to(topology, instance);
   return mapping.ok() ? Status()
                       : Status(mapping.status().code(),
                                fmt::format("prefill instance {}: {}", bootstrap.host_port(),
@@ -167,9 +182,10 @@ void DecodeManager::on_topology(const Address& bootstrap, Instance& instance,
   if (response.status == 200) {
     auto topology = wire::parse_topology(response.body);
     if (topology.ok()) {
-      problem = check_fit(*topology, bootstrap);
+      problem = check_fit(*topology, bootstrap, instance);
       final = !problem.ok();
       if (problem.ok()) instance.topology = std::move(*topology);
+      instance.writers.clear();
     } else {
       final = topology.status().code() == Code::kRefused;
       problem = Status(topology.status().code(),
@@ -239,15 +255,7 @@ void DecodeManager::resolve(UseId id, Use& use, Time now) {
                                    *use.dp_rank, topology.dp_size)),
                 false, now);
   }
-  // The flag that decides whether all CP ranks send is the prefill side's to say where it can; ours
-  // otherwise.
-  const bool all_cp = settings_.all_cp_ranks || self_.attention.hybrid_mla || topology.layer_split;
-  auto mapping = plan::map_ranks(self_.place, self_.attention,
-                                 {.tp_size = topology.tp_size,
-                                  .pp_size = topology.pp_size,
-                                  .cp_size = topology.cp_size,
-                                  .dp_size = topology.dp_size},
-                                 all_cp);
+  auto mapping = map_to(topology, instance);
   if (!mapping.ok())
     return fail(id, use,
                 Status(mapping.status().code(),
@@ -371,6 +379,8 @@ void DecodeManager::lose_instance(const Address& bootstrap, Time now) {
   Instance& instance = it->second;
   instance.topology.reset();
   instance.links.clear();
+  instance.all_native = false;
+  instance.writers.clear();
   instance.misses = 0;
   instance.stale = true;
   instance.beating = true;  // goes on until nobody needs the entry

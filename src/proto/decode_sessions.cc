@@ -86,9 +86,18 @@ void DecodeManager::connect(Use& use, Instance& instance, UseId id, Time now) {
     source.place = key;
     source.address = link.address;
     source.unique_rank = place.unique_rank();
+    const auto& tps = use.mapping.tp_ranks;
+    source.required_destinations = use.mapping.required_destinations[static_cast<std::size_t>(
+        std::find(tps.begin(), tps.end(), key[2]) - tps.begin())];
     source.native = link.native;
     source.session = link.native ? link.session : Token{};
     use.connected.push_back(std::move(source));
+  }
+  if (Status status = elect(use, instance); !status.ok()) {
+    KVF_REACHED("layouts that do not make up a whole were refused");
+    return fail(id, use,
+                Status(status.code(), fmt::format("{}: {}", room_text(use.room), status.message())),
+                false, now);
   }
   use.resolved = true;
   move_to(use.view.state, RoomState::kWaitingForInput);

@@ -5,12 +5,16 @@
 #include <fmt/format.h>
 
 #include "src/base/mark.h"
+#include "src/plan/geometry.h"
 #include "src/proto/text.h"
 
 namespace kvferry::proto {
 
 PrefillManager::PrefillManager(PrefillSelf self, const Settings& settings, Ports ports)
-    : self_(std::move(self)), settings_(settings), ports_(ports) {}
+    : self_(std::move(self)),
+      pool_pages_(plan::page_limit(self_.layout)),
+      settings_(settings),
+      ports_(ports) {}
 
 bool PrefillManager::all_cp_ranks() const {
   return self_.place.cp_size > 1 &&
@@ -119,15 +123,10 @@ Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId read
                                               to_string(use->view.state)));
   if (!use->pages_total)
     return Status(Code::kInvalidArgument, room_text(use->room) + " was not initialised");
-  std::uint32_t pool = 0;
-  for (const Slab& slab : self_.layout.slabs) {
-    if (slab.component != Component::kAux)
-      pool = pool == 0 ? slab.item_count : std::min(pool, slab.item_count);
-  }
   for (const PageIndex page : pages) {
-    if (page < 0 || static_cast<std::uint32_t>(page) >= pool) {
+    if (page < 0 || static_cast<std::uint32_t>(page) >= pool_pages_) {
       return Status(Code::kInvalidArgument, fmt::format("{}: page {} outside pool of {}",
-                                                        room_text(use->room), page, pool));
+                                                        room_text(use->room), page, pool_pages_));
     }
   }
   if (use->pages_queued + pages.size() > *use->pages_total) {

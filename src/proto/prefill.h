@@ -189,6 +189,7 @@ class PrefillManager {
   Use* find(UseId id);
 
   const PrefillSelf self_;
+  const std::uint32_t pool_pages_;
   const Settings& settings_;
   Ports ports_;
   Counters counters_;

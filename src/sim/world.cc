@@ -153,12 +153,18 @@ void World::draw() {
   p_tp_ = pick({1, 1, 2, 2, 4});
   d_tp_ = pick({1, 1, 2, 2, 4});
   p_pp_ = pick({1, 1, 2});
+  if (native_) {  // sizes that do not divide each other, pipelines on both sides, empty stages
+    if (random_.chance(20)) p_tp_ = 3;
+    if (random_.chance(20)) d_tp_ = 3;
+    if (random_.chance(15)) p_pp_ = 3;
+    if (random_.chance(25)) d_pp_ = 2;
+  }
   p_dp_ = pick({1, 1, 1, 2});
   d_instances_ = pick({1, 2});
   geometry_.name = "sim";
   geometry_.layers = pick({2, 3});
   geometry_.attention.mla = random_.chance(25);
-  geometry_.kv_heads = geometry_.attention.mla ? 1 : pick({1, 2, 4});
+  geometry_.kv_heads = geometry_.attention.mla ? 1 : native_ ? pick({1, 2, 3, 4}) : pick({1, 2, 4});
   geometry_.key_head_bytes = pick({4, 6});
   geometry_.value_head_bytes = geometry_.attention.mla ? 0 : pick({4, 6});
   // Reference peers know one item length for all pools: K and V must agree there.
@@ -208,9 +214,9 @@ void World::draw() {
   act_one_ = ms(3000, 5000);
   rooms_wanted_ = static_cast<std::uint32_t>(random_.between(24, 48));
   log(fmt::format(
-      "draw codec={} prefill tp={} pp={} dp={} decode tp={} x{} heads={} mla={} pages={}x{}",
-      native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_, d_instances_, geometry_.kv_heads,
-      geometry_.attention.mla, pool_pages_, page_tokens_));
+      "draw codec={} prefill tp={} pp={} dp={} decode tp={} pp={} x{} heads={} mla={} pages={}x{}",
+      native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_, d_pp_, d_instances_,
+      geometry_.kv_heads, geometry_.attention.mla, pool_pages_, page_tokens_));
 }
 
 void World::build() {
@@ -242,11 +248,13 @@ void World::build() {
   }
   for (std::uint32_t instance = 0; instance < d_instances_; ++instance) {
     for (std::uint32_t tp = 0; tp < d_tp_; ++tp) {
-      Node node;
-      node.host = fmt::format("d{}{}", instance, tp);
-      node.instance = instance;
-      node.place = {.tp_rank = tp, .tp_size = d_tp_};
-      add(std::move(node));
+      for (std::uint32_t pp = 0; pp < d_pp_; ++pp) {
+        Node node;
+        node.host = fmt::format("d{}{}{}", instance, tp, pp);
+        node.instance = instance;
+        node.place = {.tp_rank = tp, .tp_size = d_tp_, .pp_rank = pp, .pp_size = d_pp_};
+        add(std::move(node));
+      }
     }
   }
   for (const auto& node : nodes_) start_node(*node);

@@ -1,0 +1,110 @@
+#include "src/plan/instance_plan.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "src/plan/writers.h"
+
+namespace kvferry::plan {
+
+Result<InstancePlan> plan_instances(std::span<const PlannedRank> sources,
+                                    std::span<const PlannedRank> targets,
+                                    const InstanceRules& rules) {
+  if (sources.empty() || targets.empty())
+    return Status(Code::kInvalidArgument, "an instance without ranks");
+  const RankPlace& any = sources.front().place;
+  const InstanceShape shape{any.tp_size, any.pp_size, any.cp_size, 1};
+  const auto find = [&](std::uint32_t tp, std::uint32_t pp, std::uint32_t cp) {
+    return static_cast<std::size_t>(std::find_if(sources.begin(), sources.end(),
+                                                 [&](const PlannedRank& rank) {
+                                                   return rank.place.tp_rank == tp &&
+                                                          rank.place.pp_rank == pp &&
+                                                          rank.place.cp_rank == cp;
+                                                 }) -
+                                    sources.begin());
+  };
+  InstancePlan plan;
+  for (std::size_t t = 0; t < targets.size(); ++t) {
+    const PlannedRank& target = targets[t];
+    const auto map = rules.native
+                         ? map_native_ranks(target.place, rules.attention, rules.kv_heads, shape,
+                                            rules.all_cp_ranks)
+                         : map_ranks(target.place, rules.attention, shape, rules.all_cp_ranks);
+    if (!map.ok()) return Status(map.status().code(), target.name + ": " + map.status().message());
+    std::uint32_t writers = 0;
+    for (const std::uint32_t cp : map->cp_ranks) {
+      std::vector<std::size_t> contacted;
+      std::vector<Party> parties;
+      for (const std::uint32_t tp : map->tp_ranks) {
+        for (const std::uint32_t pp : map->pp_ranks) {
+          const std::size_t s = find(tp, pp, cp);
+          if (s == sources.size()) {
+            return Status(Code::kInvalidArgument,
+                          fmt::format("prefill rank tp {} pp {} cp {} is missing", tp, pp, cp));
+          }
+          contacted.push_back(s);
+          parties.push_back({sources[s].name, &sources[s].layout});
+        }
+      }
+      std::vector<bool> writes;
+      if (rules.native) {
+        auto elected = elect_writers(parties, {target.name, &target.layout}, rules.model_layers);
+        if (!elected.ok()) return elected.status();
+        writes = std::move(*elected);
+      } else {
+        for (const std::size_t s : contacted)
+          writes.push_back(!rules.attention.mla ||
+                           sources[s].place.tp_rank == map->tp_ranks.front());
+      }
+      // Aux rows: one elected rank, or all of the reference's.
+      const auto writes_aux = [&](const RankPlace& place) {
+        return rules.native && place.tp_rank == map->tp_ranks.front() &&
+               place.pp_rank == map->pp_ranks.back() && cp == map->cp_ranks.front();
+      };
+      for (std::size_t i = 0; i < contacted.size(); ++i) {
+        writes[i] = writes[i] || writes_aux(sources[contacted[i]].place);
+        PlannedPair pair{contacted[i], t, !writes[i], {}};
+        if (writes[i]) {
+          auto lanes = pair_lanes(sources[pair.source].layout, target.layout,
+                                  sources[pair.source].name, target.name);
+          if (!lanes.ok()) return lanes.status();
+          pair.lanes = std::move(*lanes);
+          ++writers;
+        }
+        plan.pairs.push_back(std::move(pair));
+      }
+    }
+    plan.responses.push_back(rules.native ? writers : map->required_responses);
+  }
+  return plan;
+}
+
+Result<std::vector<Delivery>> deliveries_of(const InstancePlan& plan,
+                                            std::span<const PlannedRank> sources,
+                                            const InstanceRules& rules,
+                                            std::span<const std::vector<PageIndex>> source_pages,
+                                            std::span<const std::vector<PageIndex>> target_pages) {
+  std::vector<Delivery> deliveries;
+  for (const PlannedPair& pair : plan.pairs) {
+    if (pair.dummy || pair.lanes.kv.empty()) continue;
+    const RankPlace& place = sources[pair.source].place;
+    std::span<const PageIndex> from = source_pages[pair.source], to = target_pages[pair.target];
+    if (from.size() != to.size())
+      return Status(Code::kInvalidArgument,
+                    fmt::format("{} source pages but {} target pages", from.size(), to.size()));
+    if (rules.all_cp_ranks) {
+      const PagePart part = cp_part(from.size(), place.cp_size, place.cp_rank);
+      from = from.subspan(part.begin, part.end - part.begin);
+      to = to.subspan(part.begin, part.end - part.begin);
+    }
+    auto runs = make_runs(from, to);
+    if (!runs.ok()) return runs.status();
+    if (!runs->empty())
+      deliveries.push_back(
+          {pair.source, pair.target, {CopyGroup{pair.lanes.kv, std::move(*runs)}}});
+  }
+  return deliveries;
+}
+
+}  // namespace kvferry::plan

@@ -1,0 +1,106 @@
+#include "src/plan/writers.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include <fmt/format.h>
+
+#include "src/plan/planner.h"
+
+namespace kvferry::plan {
+namespace {
+
+using Pool = std::tuple<Component, std::uint32_t>;  // and its layer
+
+// Heads of a pool, in order and without overlap.
+class HeadSet {
+ public:
+  [[nodiscard]] std::uint32_t common(HeadRange range) const {
+    std::uint32_t count = 0;
+    for (const HeadRange& have : ranges_) count += overlap(have, range).count;
+    return count;
+  }
+  void add(HeadRange range) { ranges_.push_back(range); }  // nothing of it is there yet
+  // The first head of `range` that is not there; its end if all are.
+  [[nodiscard]] std::uint32_t first_missing(HeadRange range) const {
+    std::uint32_t at = range.begin;
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (const HeadRange& have : ranges_) {
+        if (have.begin <= at && at < have.begin + have.count) {
+          at = have.begin + have.count;
+          moved = true;
+        }
+      }
+    }
+    return std::min(at, range.begin + range.count);
+  }
+  static HeadRange overlap(HeadRange a, HeadRange b) {
+    const std::uint32_t begin = std::max(a.begin, b.begin),
+                        end = std::min(a.begin + a.count, b.begin + b.count);
+    return begin < end ? HeadRange{begin, end - begin} : HeadRange{};
+  }
+
+ private:
+  std::vector<HeadRange> ranges_;
+};
+
+HeadRange heads_of(const Slab& slab) {
+  return {slab.head_begin, slab.head_count};
+}
+
+}  // namespace
+
+Result<std::vector<bool>> elect_writers(std::span<const Party> sources, const Party& target,
+                                        std::uint32_t model_layers) {
+  std::multimap<Pool, HeadRange> promised;
+  for (const Slab& slab : target.layout->slabs) {
+    if (slab.component != Component::kAux)
+      promised.emplace(Pool{slab.component, slab.layer}, heads_of(slab));
+  }
+  std::map<Pool, HeadSet> covered;
+  std::vector<bool> writes;
+  for (const Party& source : sources) {
+    std::vector<std::pair<Pool, HeadRange>> own;
+    std::uint64_t heads = 0, there = 0;
+    for (const Slab& slab : source.layout->slabs) {
+      const Pool pool{slab.component, slab.layer};
+      const auto [begin, end] = promised.equal_range(pool);
+      for (auto it = begin; it != end; ++it) {
+        const HeadRange part = HeadSet::overlap(heads_of(slab), it->second);
+        if (part.count == 0) continue;
+        own.emplace_back(pool, part);
+        heads += part.count;
+        there += covered[pool].common(part);
+      }
+    }
+    const bool writer = heads > there;
+    if (writer && there > 0) {
+      return Status(Code::kRefused,
+                    fmt::format("{} holds {} heads of {}, {} of them are held by ranks before it "
+                                "too: no rank alone can be chosen to write them",
+                                source.name, heads, target.name, there));
+    }
+    if (writer) {
+      for (const auto& [pool, part] : own) covered[pool].add(part);
+    }
+    writes.push_back(writer);
+  }
+  for (const auto& [pool, range] : promised) {
+    const auto& [component, layer] = pool;
+    const std::uint32_t missing = covered[pool].first_missing(range);
+    if (missing == range.begin + range.count) continue;
+    if (model_layers != 0 && layer >= model_layers && covered[pool].common(range) == 0) continue;
+    return Status(
+        Code::kRefused,
+        fmt::format("{} waits for {} of layer {}, head {}, which none of {} prefill ranks "
+                    "from {} to {} holds",
+                    target.name, to_string(component), layer, missing, sources.size(),
+                    sources.empty() ? "none" : sources.front().name,
+                    sources.empty() ? "none" : sources.back().name));
+  }
+  return writes;
+}
+
+}  // namespace kvferry::plan

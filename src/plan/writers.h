@@ -1,0 +1,27 @@
+// Which of several ranks write a target's bytes, so that each byte has one writer.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvferry/layout.h"
+#include "kvferry/status.h"
+
+namespace kvferry::plan {
+
+struct Party {
+  std::string name;  // for messages
+  const Layout* layout = nullptr;
+};
+
+// For each source, whether it writes: it holds something of the target's KV that no source before
+// it holds. kRefused, with names and values, when a source holds only in part what an earlier one
+// holds too (its bytes would have two writers), and when no source holds what the target waits for.
+// Layers from `model_layers` on are draft layers, which a source need not have; 0: there are none.
+// Aux slabs have their own election and are passed over.
+Result<std::vector<bool>> elect_writers(std::span<const Party> sources, const Party& target,
+                                        std::uint32_t model_layers);
+
+}  // namespace kvferry::plan
