@@ -40,9 +40,10 @@ Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention,
 
 // The same between native ranks, whatever their sizes: where sizes and heads do not all divide each
 // other, a decode rank hears from every prefill rank that holds one of its heads (`kv_heads` of the
-// model; under MLA from its share of the prefill ranks). A decode instance with several stages contacts
-// every prefill stage, since the two may be cut differently; those that hold nothing for it write
-// nothing. Refused: sizes of 0, decode CP other than 1, heads that are not known but needed.
+// model; under MLA from its share of the prefill ranks). A decode instance with several stages
+// contacts every prefill stage, since the two may be cut differently; those that hold nothing for
+// it write nothing. Refused: sizes of 0, decode CP other than 1, heads that are not known but
+// needed.
 Result<RankMapping> map_native_ranks(const RankPlace& decode, AttentionKind attention,
                                      std::uint32_t kv_heads, const InstanceShape& prefill,
                                      bool all_cp_ranks);
