@@ -59,6 +59,7 @@ struct Settings {
   // Threads of planes run on the processors near the memory that is registered first.
   std::uint64_t numa_local = 1;
   std::uint64_t shm_ring_bytes = 4ULL << 20;
+  std::uint64_t shm_pipe_bytes = 64ULL << 10;
   std::uint64_t shm_pulls_max = 4096;
   // Behaviour
   bool all_cp_ranks = false;

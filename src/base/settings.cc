@@ -127,6 +127,10 @@ void describe_settings(S& s, F&& f) {
   f(RowInfo{"shm_ring_bytes", "KVFERRY_SHM_RING_BYTES", "B",
             "ring of shared memory between two endpoints of one host", 64ULL << 10, 64ULL << 20},
     s.shm_ring_bytes);
+  f(RowInfo{"shm_pipe_bytes", "KVFERRY_SHM_PIPE_BYTES", "B",
+            "frames between two endpoints of one host, each way; 0: through a socket", 0,
+            16ULL << 20},
+    s.shm_pipe_bytes);
   f(RowInfo{"shm_pulls_max", "KVFERRY_SHM_PULLS_MAX", "",
             "writes under way that their targets copy out of shared memory; others take the ring",
             1, 65536},

@@ -72,7 +72,10 @@ class TcpPair final : public PlanePair {
 template <auto make>
 class MadePair final : public PlanePair {
  public:
-  MadePair() : source_(make(settings_, entropy_)), target_(make(settings_, entropy_)) {}
+  explicit MadePair(const Settings& settings = {})
+      : settings_(settings),
+        source_(make(settings_, entropy_)),
+        target_(make(settings_, entropy_)) {}
   DataPlane& source() override { return *source_; }
   DataPlane& target() override { return *target_; }
   void step() override { wait_for_either(*source_, *target_); }
@@ -82,7 +85,7 @@ class MadePair final : public PlanePair {
   }
 
  private:
-  Settings settings_;
+  const Settings settings_;
   KernelEntropy entropy_;
   std::unique_ptr<DataPlane> source_, target_;
 };
@@ -99,6 +102,12 @@ std::unique_ptr<DataPlane> make_choice(const Settings& settings, Entropy& entrop
   EXPECT_TRUE(tcp.ok()) << tcp.status().to_string();
   return std::move(
       *data::ChoicePlane::create(make_shm(settings, entropy), std::move(*tcp), in_reach));
+}
+// Frames through the socket, or through a pipe that no frame fits into.
+std::unique_ptr<PlanePair> piped_pair(std::uint64_t bytes) {
+  Settings settings;
+  settings.shm_pipe_bytes = bytes;
+  return std::make_unique<MadePair<make_shm>>(settings);
 }
 bool never(const PlaneAddress&) {
   return false;
@@ -383,6 +392,8 @@ INSTANTIATE_TEST_SUITE_P(
         PlaneCase{"loopback", [] { return std::make_unique<LoopbackPair>(); }},
         PlaneCase{"tcp", [] { return std::make_unique<TcpPair>(); }},
         PlaneCase{"shm_ring", [] { return std::make_unique<MadePair<make_shm>>(); }},
+        PlaneCase{"shm_socket", [] { return piped_pair(0); }},
+        PlaneCase{"shm_narrow_pipe", [] { return piped_pair(5); }},
         PlaneCase{"shm_pulled", [] { return std::make_unique<MadePair<make_shm>>(); }, true},
         PlaneCase{
             "choice_shm",

@@ -6,6 +6,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <optional>
 
@@ -16,12 +17,14 @@
 #include "src/data/shm/shm_plane.h"
 #include "src/data/stream/frames.h"
 #include "src/data/stream/memory_file.h"
+#include "src/data/stream/pipe.h"
 
 namespace kvferry::data {
 namespace {
 
 using stream::Header;
 using stream::Kind;
+using stream::Pipe;
 
 constexpr int kPatienceMs = 5000;
 constexpr std::uint64_t kRing = 64 << 10;
@@ -89,6 +92,11 @@ class Hand {
     }
     return true;  // hear() ends with the connection, or the test fails by its patience
   }
+  void ring(std::size_t times = 1) {
+    const std::string bells(times, '\0');
+    (void)send(fd_.get(), bells.data(), bells.size(), MSG_NOSIGNAL);
+  }
+  void close() { fd_ = OwnedFd(); }
 
  private:
   bool read_all(char* to, std::size_t bytes) {
@@ -312,6 +320,143 @@ TEST_F(Shm, ASourceThatDiesInTheMiddleLeavesNothingBehind) {
   expect_still_serving();
 }
 
+// A source that offers a ring and a pipe, and has switched to it.
+struct PipeSource {
+  static constexpr std::uint64_t kWay = 4096;
+  // Where the counts lie (docs/DATA_PLANES.md, "Pipe").
+  static constexpr std::size_t kPutAt = 0, kTakenAt = 256 + 128;
+
+  PipeSource(stream::Hello offer, const PlaneAddress& plane) : hand(Hand::to(plane)) {
+    const OwnedFd ring_file = std::move(*create_memory_file("ring", kRing));
+    const OwnedFd file = std::move(*create_memory_file("pipe", Pipe::file_bytes(kWay)));
+    ring = std::move(*Mapping::of(ring_file.get(), kRing, true));
+    raw = std::move(*Mapping::of(file.get(), Pipe::file_bytes(kWay), true));
+    pipe = Pipe(std::move(*Mapping::of(file.get(), Pipe::file_bytes(kWay), true)), kWay,
+                Pipe::End::kSource);
+    offer.ring_bytes = kRing;
+    offer.pipe_bytes = kWay;
+    hand.say({Kind::kHello, 0, 0}, encode_hello(offer), {ring_file.get(), file.get()});
+    const auto word = hand.hear();
+    EXPECT_TRUE(word && word->kind == Kind::kSwitch);
+    hand.say({Kind::kSwitch, 0, 0});
+  }
+  void say(Header header, const std::string& payload = {}) {
+    if (!payload.empty()) header.length = static_cast<std::uint32_t>(payload.size());
+    std::string bytes(stream::kHeaderBytes, '\0');
+    stream::store_header(bytes.data(), header);
+    bytes += payload;
+    std::string_view left = bytes;
+    EXPECT_TRUE(pipe.put(left) && left.empty());
+  }
+  // A whole write of `items` of bytes 0x44, in one slice, said into the pipe.
+  void say_write(const CopyPlan& plan, std::uint32_t items) {
+    std::memset(ring.data(), 0x44, kRing);
+    say({Kind::kBegin, 0, 5}, stream::encode_begin({Token{1, 2}, false}, plan));
+    say({Kind::kSlice, items * 4096, 5});
+  }
+  // The next frame out of the pipe.
+  std::optional<Header> hear() {
+    std::string bytes;
+    for (int i = 0; i < kPatienceMs; ++i) {
+      char part[stream::kHeaderBytes];
+      std::size_t n = 0;
+      if (!pipe.take(part, sizeof part - bytes.size(), n)) return std::nullopt;
+      bytes.append(part, n);
+      Header header;
+      if (bytes.size() == sizeof part && stream::parse_header(bytes.data(), header)) return header;
+      if (n == 0) usleep(1000);
+    }
+    return std::nullopt;
+  }
+  void lie(std::size_t at, std::uint64_t count) {
+    *reinterpret_cast<volatile std::uint64_t*>(raw.data() + at) = count;
+    hand.ring();
+  }
+  Hand hand;
+  Mapping ring, raw;
+  Pipe pipe;
+};
+
+TEST_F(Shm, FramesComeThroughThePipeAfterTheSwitch) {
+  PipeSource source(hello(), plane_->address());
+  source.say_write(plan(3), 3);
+  source.hand.ring();
+  const auto done = source.hear();
+  ASSERT_TRUE(done && done->kind == Kind::kDone);
+  EXPECT_EQ(memory_[0], 0x44);
+  EXPECT_EQ(memory_[3 * kItemBytes - 1], 0x44);
+  EXPECT_EQ(memory_[3 * kItemBytes], 0xEE);
+}
+
+TEST_F(Shm, BellsWithoutEndAreNothingButBells) {
+  PipeSource source(hello(), plane_->address());
+  for (int i = 0; i < 64; ++i) source.hand.ring(16 << 10);
+  source.say_write(plan(1), 1);
+  source.hand.ring();
+  const auto done = source.hear();
+  ASSERT_TRUE(done && done->kind == Kind::kDone);
+  expect_still_serving();
+}
+
+TEST_F(Shm, ACountOfThePipeThatCannotBeEndsItsConnection) {
+  for (const std::size_t at : {PipeSource::kPutAt, PipeSource::kTakenAt}) {
+    for (const std::uint64_t lie : {PipeSource::kWay + 1000, std::uint64_t{1} << 63}) {
+      PipeSource source(hello(), plane_->address());
+      source.lie(at, lie);
+      // The lie about what was taken is found out with the next answer.
+      if (at == PipeSource::kTakenAt) source.say_write(plan(1), 1);
+      source.hand.ring();
+      EXPECT_TRUE(source.hand.is_closed()) << at << " " << lie;
+    }
+  }
+  expect_still_serving();
+}
+
+TEST_F(Shm, ASwitchToNoPipeOrToASecondOneEndsItsConnection) {
+  Hand hand = Hand::to(plane_->address());
+  hand.say({Kind::kHello, 0, 0}, encode_hello(hello()));
+  hand.say({Kind::kSwitch, 0, 0});
+  EXPECT_TRUE(hand.is_closed());
+
+  PipeSource source(hello(), plane_->address());
+  source.say({Kind::kSwitch, 0, 0});
+  source.hand.ring();
+  EXPECT_TRUE(source.hand.is_closed());
+  expect_still_serving();
+}
+
+TEST_F(Shm, APipeThatIsShorterThanSaidOrLongerThanMayBeIsRefused) {
+  const OwnedFd file = std::move(*create_memory_file("pipe", Pipe::file_bytes(4096)));
+  for (const std::uint64_t bytes :
+       {std::uint64_t{4097}, stream::kPipeBytesMax + 1, ~std::uint64_t{0}}) {
+    Hand hand = Hand::to(plane_->address());
+    stream::Hello offer = hello();
+    offer.pipe_bytes = bytes;
+    hand.say({Kind::kHello, 0, 0}, encode_hello(offer), {file.get()});
+    EXPECT_TRUE(hand.is_closed());
+  }
+  expect_still_serving();
+}
+
+// What it had said before its end counts, as it does in a socket.
+TEST_F(Shm, WhatWasInThePipeBeforeItsSourceEndedIsServed) {
+  {
+    PipeSource source(hello(), plane_->address());
+    source.say_write(plan(2), 2);
+  }
+  auto honest = make();
+  std::vector<std::uint8_t> bytes(kItemBytes, 0x77);
+  bool landed = false;
+  for (std::uint64_t id = 1; id < 1000 && !landed; ++id) {
+    CopyPlan last = plan(1, reinterpret_cast<std::uint64_t>(bytes.data()));
+    last[0].runs[0].target_first = kItems - 1;
+    honest->write({WriteId{id}, plane_->address(), {kToken, false}, 1, last});
+    ASSERT_TRUE(wait(*honest).status.ok());
+    landed = memory_[2 * kItemBytes - 1] == 0x44;
+  }
+  EXPECT_TRUE(landed);
+}
+
 // A target that accepts and then does nothing, or says what is not true.
 class FalseTarget {
  public:
@@ -367,8 +512,8 @@ TEST_F(Shm, TheEpochMovesBeforeACancelledPullCompletes) {
       {WriteId{1}, target.address(), {kToken, false}, 1, plan(kItems, shared->region().base)});
   Hand hand = target.accept();
   ASSERT_TRUE(hand.hear());
-  ASSERT_EQ(hand.fds().size(), 3U) << "ring, epochs, region";
-  const auto epochs = Mapping::of(hand.fds()[1].get(), 4096, false);
+  ASSERT_EQ(hand.fds().size(), 4U) << "ring, pipe, epochs, region";
+  const auto epochs = Mapping::of(hand.fds()[2].get(), 4096, false);
   ASSERT_TRUE(epochs.ok());
   const auto pull = hand.hear();
   ASSERT_TRUE(pull && pull->kind == Kind::kPull);
@@ -395,6 +540,31 @@ TEST_F(Shm, ATargetThatGivesCreditForWhatItWasNotGivenLosesItsConnection) {
                  plan(kItems, reinterpret_cast<std::uint64_t>(own.data()))});
   Hand hand = target.accept();
   hand.say({Kind::kCredit, 0, 1ULL << 40});
+  EXPECT_EQ(wait(*plane_).status.code(), Code::kPeerLost);
+}
+
+TEST_F(Shm, ATargetThatTookMoreThanThePipeHeldLosesItsConnection) {
+  FalseTarget target("/dev/shm/kvferry-test-taken");
+  std::vector<std::uint8_t> own(kItems * kItemBytes);
+  const auto write = [&](std::uint64_t id) {
+    plane_->write({WriteId{id},
+                   target.address(),
+                   {kToken, false},
+                   1,
+                   plan(kItems, reinterpret_cast<std::uint64_t>(own.data()))});
+  };
+  write(1);
+  Hand hand = target.accept();
+  ASSERT_TRUE(hand.hear());
+  const std::uint64_t bytes = Pipe::file_bytes(settings_.shm_pipe_bytes);
+  const auto raw = Mapping::of(hand.fds()[1].get(), bytes, true);
+  ASSERT_TRUE(raw.ok());
+  reinterpret_cast<std::atomic<std::uint64_t>*>(raw->data() + 128)->store(1ULL << 40);
+  hand.say({Kind::kSwitch, 0, 0});
+  while (const auto word = hand.hear()) {
+    if (word->kind == Kind::kSwitch) break;
+  }
+  write(2);
   EXPECT_EQ(wait(*plane_).status.code(), Code::kPeerLost);
 }
 

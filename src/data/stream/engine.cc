@@ -21,6 +21,7 @@ namespace {
 // Bytes that one connection may move before the others and the commands have their turn.
 constexpr std::size_t kTurnBytes = 128 << 10;
 constexpr std::size_t kEvents = 256;
+constexpr int kPipeLooksMax = 8;                   // at pipes, for one at the sockets
 constexpr std::size_t kPatientCommandsMax = 1024;  // that wait for the next waking
 constexpr auto kSmallMemory = std::chrono::milliseconds(10);
 constexpr auto kKeptForLong = std::chrono::microseconds(1000);
@@ -162,15 +163,22 @@ void Engine::run() {
     int n = 0;
     const auto look = [&](int wait) {
       n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), wait);
+      looks_ = 0;
       return n > 0;
     };
-    if (!look(0) && !busy_) {
+    const auto look_at_all = [&] {
+      const Pipes pipes = look_at_pipes();
+      if (pipes != Pipes::kNone && ++looks_ < kPipeLooksMax) return pipes == Pipes::kReady;
+      return look(0) || pipes == Pipes::kReady;
+    };
+    if (!look_at_all() && !busy_) {
       // While something is under way the next slice or credit is near.
       const bool found = is_under_way() && spinner_.look([&] {
         give_way();
-        return look(0);
+        return look_at_all();
       });
-      if (!found && may_sleep()) look(timeout());
+      if (!found && may_sleep()) look(may_sleep_by_pipes() ? timeout() : 0);
+      for (const auto& c : connections_) c->pipe.wake_up();
     }
     busy_ = false;
     give_way();
@@ -195,6 +203,7 @@ void Engine::run() {
       }
     }
     for (const auto& c : connections_) {
+      if (c->pipe_ready()) with(*c, [&] { serve_pipe(*c); });
       if (!c->dead && !c->pulls.empty()) with(*c, [&] { pull(*c); });
     }
     expire();
@@ -211,6 +220,23 @@ bool Engine::may_sleep() {
   const std::lock_guard lock(mutex_);
   sleeping_ = commands_.empty();
   return sleeping_;
+}
+
+Engine::Pipes Engine::look_at_pipes() const {
+  Pipes pipes = Pipes::kNone;
+  for (const auto& c : connections_) {
+    if (c->pipe_ready()) return Pipes::kReady;
+    if (c->pipe) pipes = Pipes::kIdle;
+  }
+  return pipes;
+}
+
+// From here on peers ring. False: something has come meanwhile.
+bool Engine::may_sleep_by_pipes() {
+  for (const auto& c : connections_) {
+    if (!c->dead && c->pipe) c->pipe.fall_asleep(c->waiting() > 0);
+  }
+  return look_at_pipes() != Pipes::kReady;
 }
 
 bool Engine::is_under_way() const {
@@ -459,6 +485,17 @@ void Engine::serve(Connection& c, std::uint32_t events) {
   if (!c.dead) pump(c);
 }
 
+bool Engine::Connection::pipe_ready() const {
+  if (dead) return false;
+  return has_turn || (pipe_in && pipe.has_bytes()) ||
+         (pipe_out && socket_left == 0 && waiting() > 0 && pipe.has_room());
+}
+
+void Engine::serve_pipe(Connection& c) {
+  if (c.pipe_in) receive_piped(c);
+  if (!c.dead) pump(c);
+}
+
 // --- what both ends send
 
 char* Engine::Connection::extend_slice(std::size_t bytes) {
@@ -487,10 +524,38 @@ void Engine::append_frame(Connection& c, Header header, std::string_view payload
   if (!payload.empty()) std::memcpy(c.extend(payload.size()), payload.data(), payload.size());
 }
 
+void Engine::append_switch(Connection& c) {
+  append_frame(c, {Kind::kSwitch, 0, 0}, {});
+  c.socket_left = c.waiting();
+  c.pipe_out = true;
+}
+
+// Any byte is a bell. Where the socket is full, or still has frames to take, it wakes the peer by
+// itself.
+void Engine::ring_bell(const Connection& c) {
+  const char bell = 0;
+  if (c.socket_left == 0) (void)!send(c.fd, &bell, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+// The same as send_out(), for what goes through the pipe.
+bool Engine::send_piped(Connection& c, std::size_t& moved) {
+  std::string_view left(c.out.data() + c.out_done, c.waiting());
+  if (!c.pipe.put(left)) {
+    break_off(c, "it has taken more out of the pipe than was put in");
+    return false;
+  }
+  const std::size_t n = c.waiting() - left.size();
+  c.out_done += n;
+  moved += n;
+  if (n > 0 && c.pipe.must_ring_for_bytes()) ring_bell(c);
+  return left.empty();
+}
+
 // Sends what waits. False: the connection takes no more for now, or is dead.
 bool Engine::send_out(Connection& c, std::size_t& moved) {
   while (c.waiting() > 0) {
-    iovec bytes{c.out.data() + c.out_done, c.waiting()};
+    if (c.pipe_out && c.socket_left == 0) return send_piped(c, moved);
+    iovec bytes{c.out.data() + c.out_done, c.pipe_out ? c.socket_left : c.waiting()};
     msghdr message{};
     message.msg_iov = &bytes;
     message.msg_iovlen = 1;
@@ -516,6 +581,7 @@ bool Engine::send_out(Connection& c, std::size_t& moved) {
       return false;
     }
     c.out_fds.clear();
+    if (c.pipe_out) c.socket_left -= static_cast<std::size_t>(n);
     c.out_done += static_cast<std::size_t>(n);
     moved += static_cast<std::size_t>(n);
   }
@@ -526,12 +592,14 @@ bool Engine::send_out(Connection& c, std::size_t& moved) {
 void Engine::pump(Connection& c) {
   if (c.dead || c.connecting) return;
   std::size_t moved = 0;
+  c.has_turn = false;
   for (;;) {
     if (!send_out(c, moved)) return;
     if (c.turns.empty()) break;
     if (moved >= kTurnBytes) {
       busy_ = true;
-      set_interest(c, EPOLLIN | EPOLLOUT);
+      c.has_turn = c.pipe_out;
+      if (!c.pipe_out) set_interest(c, EPOLLIN | EPOLLOUT);
       return;
     }
     Outgoing& write = *c.turns.front();

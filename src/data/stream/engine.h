@@ -40,6 +40,7 @@
 #include "src/data/stream/frames.h"
 #include "src/data/stream/links.h"
 #include "src/data/stream/memory_file.h"
+#include "src/data/stream/pipe.h"
 
 namespace kvferry::data::stream {
 
@@ -128,8 +129,14 @@ class Engine {
     // before them: kernels copy whole lines, and rows that straddle lines cost more.
     char* extend_slice(std::size_t bytes);
     Ring ring;
+    // What goes through the socket where both ends share memory, once each end has said Switch.
+    Pipe pipe;
+    bool pipe_out = false, pipe_in = false;
+    std::size_t socket_left = 0;  // of what waits, goes before the pipe: up to our Switch
+    [[nodiscard]] bool pipe_ready() const;
     // Outgoing.
-    OwnedFd ring_file;
+    OwnedFd ring_file, pipe_file;
+    bool has_turn = false;      // a turn ended before what it had to send
     std::size_t regions = 0;    // how many of ours it was offered
     FlowQueue<Outgoing> turns;  // writes with bytes left to gather
     std::set<WriteId> writes;   // not completed
@@ -146,6 +153,8 @@ class Engine {
     std::uint64_t payload_left = 0;
     bool in_payload = false;
     std::uint64_t landed = 0;  // bytes that this turn has placed
+    // How many bytes to read at once.
+    [[nodiscard]] std::size_t wanted() const;
   };
   // Our own memory that peers may map.
   struct OfferedRegion {
@@ -199,8 +208,15 @@ class Engine {
   void break_off(Connection& c, const std::string& why);
   void serve(Connection& c, std::uint32_t events);
   static void append_frame(Connection& c, Header header, std::string_view payload);
+  static void append_switch(Connection& c);
+  static void ring_bell(const Connection& c);
+  enum class Pipes { kNone, kIdle, kReady };
+  [[nodiscard]] Pipes look_at_pipes() const;
+  bool may_sleep_by_pipes();
+  void serve_pipe(Connection& c);
   void pump(Connection& c);
   bool send_out(Connection& c, std::size_t& moved);
+  bool send_piped(Connection& c, std::size_t& moved);
   void finish(WriteId id, Status status, bool settled);
 
   // The source (engine_source.cc).
@@ -213,6 +229,8 @@ class Engine {
 
   // The target (engine_target.cc).
   void receive(Connection& c);
+  std::size_t receive_piped(Connection& c);
+  void on_switch(Connection& c);
   void parse(Connection& c, std::string_view& bytes);
   void frame(Connection& c, std::string_view payload);
   void on_hello(Connection& c, std::string_view payload);
@@ -242,6 +260,7 @@ class Engine {
   Time last_small_{};        // when a small write last began, here or there
   Time no_way_before_{};
   int kept_for_long_ = 0;
+  int looks_ = 0;  // at pipes, since the sockets were looked at
   Spinner spinner_;
   Copier copier_;
   GrantTable grants_;

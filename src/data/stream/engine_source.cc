@@ -29,8 +29,20 @@ Status Engine::make_offer(Connection& c, Hello& hello) {
   c.ring.memory = std::move(*mapping);
   c.ring_file = std::move(*file);
   hello.ring_bytes = bytes;
+  c.out_fds = {c.ring_file.get()};
+  if (settings_.shm_pipe_bytes > 0) {
+    const std::uint64_t size = Pipe::file_bytes(settings_.shm_pipe_bytes);
+    auto pipe_file = create_memory_file("kvferry-pipe", size);
+    if (!pipe_file.ok()) return pipe_file.status();
+    auto pipe = Mapping::of(pipe_file->get(), size, true);
+    if (!pipe.ok()) return pipe.status();
+    c.pipe = Pipe(std::move(*pipe), settings_.shm_pipe_bytes, Pipe::End::kSource);
+    c.pipe_file = std::move(*pipe_file);
+    hello.pipe_bytes = settings_.shm_pipe_bytes;
+    c.out_fds.push_back(c.pipe_file.get());
+  }
   hello.epoch_slots = settings_.shm_pulls_max;
-  c.out_fds = {c.ring_file.get(), epoch_file_.get()};
+  c.out_fds.push_back(epoch_file_.get());
   for (const OfferedRegion& offered : offered_) {
     hello.regions.push_back(offered.region);
     c.out_fds.push_back(offered.file.get());
@@ -129,6 +141,7 @@ void Engine::on_answer(Connection& c, std::string_view payload) {
     case Kind::kSlice:
     case Kind::kPull:
     case Kind::kCancel:
+    case Kind::kSwitch:
       return;  // parse() lets none of them come here
   }
 }

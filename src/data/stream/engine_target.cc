@@ -25,12 +25,7 @@ void Engine::receive(Connection& c) {
   std::size_t moved = 0;
   c.landed = 0;
   while (!c.dead && moved + c.landed < kTurnBytes) {
-    // A header of a slice in a ring stands for many bytes: few of them are a turn.
-    const std::size_t want =
-        c.ring && !c.outgoing
-            ? std::min<std::uint64_t>(
-                  kReceiveBytes, (c.in_payload ? c.payload_left : 0) + kRingHeaders * kHeaderBytes)
-            : kReceiveBytes;
+    const std::size_t want = c.wanted();
     // A slice's bytes lie to the lines of memory as they lay where they were gathered.
     const std::size_t in_slice = c.in_payload ? c.header.length - c.payload_left
                                               : kLine - (kHeaderBytes - c.head.size()) % kLine;
@@ -46,7 +41,15 @@ void Engine::receive(Connection& c) {
       message.msg_controllen = sizeof control;
     }
     const ssize_t n = recvmsg(c.fd, &message, MSG_CMSG_CLOEXEC);
-    if (n == 0) return break_off(c, "connection closed by the peer");
+    if (n == 0) {
+      // What it put into the pipe before counts; not what it goes on putting there.
+      std::size_t left = settings_.shm_pipe_bytes;
+      for (std::size_t taken = 1; c.pipe_in && !c.dead && taken > 0 && left > 0;) {
+        taken = receive_piped(c);
+        left -= std::min(left, taken);
+      }
+      return break_off(c, "connection closed by the peer");
+    }
     if (n < 0) {
       if (errno == EAGAIN || errno == EWOULDBLOCK) return;
       if (errno == EINTR) continue;
@@ -66,9 +69,42 @@ void Engine::receive(Connection& c) {
     }
     moved += static_cast<std::size_t>(n);
     std::string_view bytes(at, static_cast<std::size_t>(n));
-    while (!bytes.empty() && !c.dead) parse(c, bytes);
+    while (!bytes.empty() && !c.dead && !c.pipe_in) parse(c, bytes);  // after Switch: bells
     if (static_cast<std::size_t>(n) < want) return;  // level-triggered: more wakes us again
   }
+}
+
+std::size_t Engine::Connection::wanted() const {
+  // A header of a slice in a ring stands for many bytes: few of them are a turn.
+  if (!ring || outgoing) return kReceiveBytes;
+  return std::min<std::uint64_t>(kReceiveBytes,
+                                 (in_payload ? payload_left : 0) + kRingHeaders * kHeaderBytes);
+}
+
+// The same as receive(), from the pipe; says how much it took.
+std::size_t Engine::receive_piped(Connection& c) {
+  std::size_t moved = 0;
+  c.landed = 0;
+  while (!c.dead && moved + c.landed < kTurnBytes) {
+    std::size_t n = 0;
+    if (!c.pipe.take(receive_line_, c.wanted(), n)) {
+      break_off(c, "it says that more is in the pipe than the pipe holds");
+      break;
+    }
+    if (n == 0) break;
+    moved += n;
+    std::string_view bytes(receive_line_, n);
+    while (!bytes.empty() && !c.dead) parse(c, bytes);
+  }
+  if (moved > 0 && !c.dead && c.pipe.must_ring_for_room()) ring_bell(c);
+  return moved;
+}
+
+// The last frame in the socket.
+void Engine::on_switch(Connection& c) {
+  if (!c.pipe || c.pipe_in) return break_off(c, "a switch to a pipe that is not there");
+  c.pipe_in = true;
+  if (c.outgoing) append_switch(c);
 }
 
 // Consumes some of `bytes`.
@@ -87,13 +123,14 @@ void Engine::parse(Connection& c, std::string_view& bytes) {
       return break_off(c,
                        fmt::format("a frame of {} bytes is above plan_bytes_max", c.header.length));
     }
-    if (is_of_source(c.header.kind) == c.outgoing)
+    if (!may_come_from(!c.outgoing, c.header.kind))
       return break_off(c, "a frame of the other direction");
     if (!c.outgoing && c.greeted == (c.header.kind == Kind::kHello))
       return break_off(c, c.greeted ? "a second hello" : "no hello");
     if (!c.outgoing && c.waiting() > kAnswerBytesMax)
       return break_off(c, "the peer does not read its answers");
     if (c.header.kind == Kind::kSlice && c.ring) return land_from_ring(c);
+    if (c.header.kind == Kind::kSwitch) return on_switch(c);
     c.in_payload = true;
     c.payload_left = c.header.length;
   }
@@ -127,6 +164,7 @@ void Engine::frame(Connection& c, std::string_view payload) {
     case Kind::kCancelDone:
     case Kind::kRefused:
     case Kind::kCredit:
+    case Kind::kSwitch:
       return;  // parse() lets none of them come here
   }
 }
@@ -141,22 +179,26 @@ void Engine::on_hello(Connection& c, std::string_view payload) {
   };
   if (!hello->life.is_zero() && hello->life != life_)
     return refuse("another process lives at this address now", "hello for another life");
-  const std::size_t offered =
-      (hello->ring_bytes > 0 ? 1 : 0) + (hello->epoch_slots > 0 ? 1 : 0) + hello->regions.size();
+  const std::size_t offered = (hello->ring_bytes > 0 ? 1 : 0) + (hello->pipe_bytes > 0 ? 1 : 0) +
+                              (hello->epoch_slots > 0 ? 1 : 0) + hello->regions.size();
   if (offered != c.in_fds.size() || hello->ring_bytes > kRingBytesMax ||
-      hello->epoch_slots > kEpochSlotsMax || hello->regions.size() > kRegionsMax) {
+      hello->pipe_bytes > kPipeBytesMax || hello->epoch_slots > kEpochSlotsMax ||
+      hello->regions.size() > kRegionsMax) {
     return refuse(
         "the offer of shared memory is not understood",
         fmt::format("hello offers {} pieces of memory, {} came", offered, c.in_fds.size()));
   }
   std::size_t next = 0;
-  const auto map = [&](std::uint64_t bytes, Mapping& into) {
-    auto mapping = Mapping::of(c.in_fds[next++].get(), bytes, false);
+  const auto map = [&](std::uint64_t bytes, Mapping& into, bool writable = false) {
+    auto mapping = Mapping::of(c.in_fds[next++].get(), bytes, writable);
     if (mapping.ok()) into = std::move(*mapping);
     return mapping.status();
   };
   Status mapped;
   if (hello->ring_bytes > 0) mapped = map(hello->ring_bytes, c.ring.memory);
+  Mapping pipe;
+  if (mapped.ok() && hello->pipe_bytes > 0)
+    mapped = map(Pipe::file_bytes(hello->pipe_bytes), pipe, true);
   if (mapped.ok() && hello->epoch_slots > 0)
     mapped = map(hello->epoch_slots * sizeof(std::uint64_t), c.epochs);
   for (const SharedRegion& region : hello->regions) {
@@ -168,6 +210,9 @@ void Engine::on_hello(Connection& c, std::string_view payload) {
   if (!mapped.ok()) return refuse(mapped.message(), mapped.message());
   c.greeted = true;
   connect_deadlines_.clear(c.fd);
+  if (!pipe) return;
+  c.pipe = Pipe(std::move(pipe), hello->pipe_bytes, Pipe::End::kTarget);
+  append_switch(c);
 }
 
 // Turns the source's addresses into where its memory is mapped here. Whatever the source says, no

@@ -65,15 +65,15 @@ void store_header(char* to, Header header) {
 
 bool parse_header(const char* bytes, Header& header) {
   const auto kind = load<std::uint32_t>(bytes);
-  if (kind < 1 || kind > 9) return false;
+  if (kind < 1 || kind > 10) return false;
   header.kind = static_cast<Kind>(kind);
   header.length = load<std::uint32_t>(bytes + 4);
   header.write = load<std::uint64_t>(bytes + 8);
   return true;
 }
 
-bool is_of_source(Kind kind) {
-  return kind <= Kind::kCancel || kind == Kind::kPull;
+bool may_come_from(bool source, Kind kind) {
+  return kind == Kind::kSwitch || source == (kind <= Kind::kCancel || kind == Kind::kPull);
 }
 
 std::string encode_hello(const Hello& hello) {
@@ -82,6 +82,7 @@ std::string encode_hello(const Hello& hello) {
   put(out, hello.life.high);
   put(out, hello.life.low);
   put(out, hello.ring_bytes);
+  put(out, hello.pipe_bytes);
   put(out, hello.epoch_slots);
   put(out, static_cast<std::uint32_t>(hello.regions.size()));
   for (const SharedRegion& region : hello.regions) {
@@ -98,10 +99,11 @@ Result<Hello> decode_hello(std::string_view payload) {
   hello.life.high = in.get<std::uint64_t>();
   hello.life.low = in.get<std::uint64_t>();
   hello.ring_bytes = in.get<std::uint64_t>();
+  hello.pipe_bytes = in.get<std::uint64_t>();
   hello.epoch_slots = in.get<std::uint64_t>();
   const auto regions = in.get<std::uint32_t>();
   if (!in.ok() || magic != kMagic || in.left() != std::size_t{regions} * 16)
-    return bad("the connection does not begin as version 1 does");
+    return bad("the connection does not begin as version 2 does");
   hello.regions.resize(regions);
   for (SharedRegion& region : hello.regions) {
     region.base = in.get<std::uint64_t>();

@@ -6,9 +6,12 @@
 //   (Begin of a write that the target copies out of shared memory by itself), Cancel
 //   target -> source: Done, CancelDone, Credit (bytes of the ring that are free again), Refused (of
 //   the whole connection)
+//   either: Switch (the last frame in the socket: what follows goes through the pipe)
 //
 // Where Hello offers a ring, the payload of a Slice is not in the stream but the next `length`
-// bytes of the ring.
+// bytes of the ring. Where it offers a pipe, a target that takes it says Switch at once, and the
+// source says Switch when it hears that. Whatever comes through the socket after Switch is a bell:
+// look into the pipe.
 #pragma once
 
 #include <cstdint>
@@ -29,10 +32,11 @@ enum class Kind : std::uint8_t {
   kCancelDone = 6,
   kRefused = 7,
   kPull = 8,
-  kCredit = 9
+  kCredit = 9,
+  kSwitch = 10
 };
-// Which end says it.
-bool is_of_source(Kind kind);
+// Whether a source, or a target, says it.
+bool may_come_from(bool source, Kind kind);
 
 struct Header {
   Kind kind{};
@@ -41,9 +45,10 @@ struct Header {
 };
 inline constexpr std::size_t kHeaderBytes = 16;
 // What one Hello may offer.
-inline constexpr std::size_t kRegionsMax = 64, kDescriptorsMax = kRegionsMax + 2;
-inline constexpr std::uint64_t kRingBytesMax = 64ULL << 20, kEpochSlotsMax = 65536;
-inline constexpr std::uint64_t kMagic = 0x31504354'52464B4BULL;  // version 1
+inline constexpr std::size_t kRegionsMax = 64, kDescriptorsMax = kRegionsMax + 3;
+inline constexpr std::uint64_t kRingBytesMax = 64ULL << 20, kPipeBytesMax = 16ULL << 20,
+                               kEpochSlotsMax = 65536;
+inline constexpr std::uint64_t kMagic = 0x32504354'52464B4BULL;  // version 2
 
 void store_header(char* to, Header header);  // kHeaderBytes
 // False: a kind that is not known.
@@ -54,11 +59,13 @@ struct SharedRegion {
   std::uint64_t base = 0, bytes = 0;  // as the source addresses it
   friend bool operator==(const SharedRegion&, const SharedRegion&) = default;
 };
-// The first frame. The descriptors of what it offers come with it: ring, epochs, regions, in this
-// order, each where its size is not 0.
+// The first frame. The descriptors of what it offers come with it: ring, pipe, epochs, regions, in
+// this order, each where its size is not 0.
 struct Hello {
   Token life;  // the target's, as the source knows it; zero when it knows none
-  std::uint64_t ring_bytes = 0, epoch_slots = 0;
+  std::uint64_t ring_bytes = 0;
+  std::uint64_t pipe_bytes = 0;  // each way
+  std::uint64_t epoch_slots = 0;
   std::vector<SharedRegion> regions;
   friend bool operator==(const Hello&, const Hello&) = default;
 };
