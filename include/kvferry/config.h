@@ -61,6 +61,7 @@ struct Settings {
   std::uint64_t shm_ring_bytes = 4ULL << 20;
   std::uint64_t shm_pipe_bytes = 64ULL << 10;
   std::uint64_t shm_pulls_max = 4096;
+  Duration shm_apart_after = std::chrono::microseconds(50);
   // Behaviour
   bool all_cp_ranks = false;
   bool force_query_dp_rank = false;

@@ -99,6 +99,9 @@ class KVF_API Sender {
   // source byte is read before. It is watched, not consumed, and must stay open until the room has
   // ended. -1: they are filled.
   Status send(std::span<const PageIndex> pages, int ready_fd = -1);
+  // The same for the last chunk of a room that owns state: which items of each kind.
+  Status send(std::span<const PageIndex> pages, std::span<const StateItems> states,
+              int ready_fd = -1);
   [[nodiscard]] RoomState poll() const;
   void abort(std::string reason = "aborted by the engine");
   // The handle is over; its room number is free. A room that has not ended is aborted.
@@ -122,10 +125,10 @@ class KVF_API Receiver {
  public:
   // `prefill_dp_rank`: of the request, where it carries one.
   Status init(std::optional<std::uint32_t> prefill_dp_rank = std::nullopt);
-  // Lends the pages. May be called before the state is WaitingForInput; then it is sent as soon as
-  // it can be.
+  // Lends the pages, the aux row and the items of state. May be called before the state is
+  // WaitingForInput; then it is sent as soon as it can be.
   Status send_metadata(std::span<const PageIndex> pages, std::optional<std::uint32_t> aux_row,
-                       std::uint64_t prefix_tokens = 0);
+                       std::uint64_t prefix_tokens = 0, std::span<const StateItems> states = {});
   [[nodiscard]] RoomState poll() const;
   void abort(std::string reason = "aborted by the engine");
   void clear();

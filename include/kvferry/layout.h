@@ -6,28 +6,57 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "kvferry/export.h"
 #include "kvferry/status.h"
+#include "kvferry/types.h"
 
 namespace kvferry {
 
-// What a slab holds. State components have their place here; the planner refuses those that it does
-// not know.
+// What a slab holds. Components up to kLatent are the KV cache, whose items are the pages of a
+// request; the others but kAux are state, each of one StateKind.
 enum class Component : std::uint8_t {
   kKey = 0,
   kValue = 1,
   kLatent = 2,  // MLA: one compressed vector per token, the same on every TP rank
-  kIndex = 3,
+  kIndex = 3,   // of a sparse attention (DSA): the same on every TP rank
   kMambaConv = 4,
   kMambaTemporal = 5,
-  kSlidingWindow = 6,
+  kSlidingKey = 6,
+  kSlidingValue = 7,
+  kSlidingRing = 8,
+  kCompressedState = 9,
+  kMiniMaxIndexKey = 10,
   kAux = 15,  // one small row per request; `layer` is the number of the aux buffer
 };
 KVF_API std::string_view to_string(Component component);
+
+// Memory that a request owns beside its KV pages. Each kind has its own list of items on either
+// side of a room; the numbers are those of the native protocol.
+enum class StateKind : std::uint8_t {
+  kMamba = 0,          // one slot: kMambaConv, kMambaTemporal
+  kSlidingWindow = 1,  // pages of sliding-window layers: kSlidingKey, kSlidingValue
+  kSparseIndex = 2,    // pages of the index cache: kIndex
+  kSlidingRing = 3,    // rows: kSlidingRing
+  kCompressed = 4,     // rows: kCompressedState
+  kMiniMaxIndex = 5,   // pages: kMiniMaxIndexKey
+};
+inline constexpr std::size_t kStateKinds = 6;
+KVF_API std::string_view to_string(StateKind kind);
+// Nothing for the KV cache and for aux rows.
+KVF_API std::optional<StateKind> state_of(Component component);
+
+// The items that a request owns of one kind, in order; what a slab of that kind has `item_count`
+// of.
+struct StateItems {
+  StateKind kind{};
+  std::vector<PageIndex> items;
+  friend bool operator==(const StateItems&, const StateItems&) = default;
+};
 
 enum class DType : std::uint8_t {
   kUnknown = 0,
@@ -56,8 +85,10 @@ struct Slab {
   std::uint64_t item_stride = 0;    // from one item to the next
   std::uint32_t rows_per_item = 1;  // tokens in a page; 1 for slots and aux rows
   std::uint64_t row_stride = 0;     // from one row (token) to the next inside an item
-  std::uint32_t head_begin =
-      0;  // the part of the sharded axis that lives here: [head_begin, +head_count)
+  // The part of the model's sharded axis that lives here, [head_begin, +head_count): heads, or
+  // whatever a state is cut along. What is cut in several blocks (a mamba convolution of query, key
+  // and value) is one slab for each block, all in the same items.
+  std::uint32_t head_begin = 0;
   std::uint32_t head_count = 1;
   std::uint32_t head_bytes = 0;  // bytes of one head in one row
   std::uint64_t head_stride = 0;

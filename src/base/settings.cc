@@ -131,6 +131,10 @@ void describe_settings(S& s, F&& f) {
             "frames between two endpoints of one host, each way; 0: through a socket", 0,
             16ULL << 20},
     s.shm_pipe_bytes);
+  f(RowInfo{"shm_apart_after", "KVFERRY_SHM_APART_AFTER", "us",
+            "the source moves away when its target shares its processor for so long; 0: never", 0,
+            1000000},
+    s.shm_apart_after);
   f(RowInfo{"shm_pulls_max", "KVFERRY_SHM_PULLS_MAX", "",
             "writes under way that their targets copy out of shared memory; others take the ring",
             1, 65536},

@@ -47,29 +47,43 @@ Result<InstancePlan> plan_instances(std::span<const PlannedRank> sources,
           parties.push_back({sources[s].name, &sources[s].layout});
         }
       }
-      std::vector<bool> writes;
+      std::vector<Shares> writes;
       if (rules.native) {
         auto elected = elect_writers(parties, {target.name, &target.layout}, rules.model_layers);
         if (!elected.ok()) return elected.status();
         writes = std::move(*elected);
+        // The first CP rank sends all state.
+        for (Shares& shares : writes) shares &= cp == map->cp_ranks.front() ? kAllShares : kKvShare;
       } else {
-        for (const std::size_t s : contacted)
-          writes.push_back(!rules.attention.mla ||
-                           sources[s].place.tp_rank == map->tp_ranks.front());
+        for (const std::size_t s : contacted) {
+          writes.push_back(!rules.attention.same_everywhere() ||
+                                   sources[s].place.tp_rank == map->tp_ranks.front()
+                               ? kAllShares
+                               : 0);
+        }
       }
       // Aux rows: one elected rank, or all of the reference's.
       const auto writes_aux = [&](const RankPlace& place) {
-        return rules.native && place.tp_rank == map->tp_ranks.front() &&
-               place.pp_rank == map->pp_ranks.back() && cp == map->cp_ranks.front();
+        return place.tp_rank == map->tp_ranks.front() && place.pp_rank == map->pp_ranks.back() &&
+               cp == map->cp_ranks.front();
       };
       for (std::size_t i = 0; i < contacted.size(); ++i) {
-        writes[i] = writes[i] || writes_aux(sources[contacted[i]].place);
-        PlannedPair pair{contacted[i], t, !writes[i], {}};
-        if (writes[i]) {
+        PlannedPair pair;
+        pair.source = contacted[i];
+        pair.target = t;
+        pair.writes = writes[i];
+        pair.writes_aux = rules.native ? writes_aux(sources[pair.source].place) : pair.writes != 0;
+        if (!pair.dummy()) {
           auto lanes = pair_lanes(sources[pair.source].layout, target.layout,
                                   sources[pair.source].name, target.name);
           if (!lanes.ok()) return lanes.status();
           pair.lanes = std::move(*lanes);
+          if (!pair.writes_aux) pair.lanes.aux.clear();
+          if ((pair.writes & kKvShare) == 0) pair.lanes.kv.clear();
+          for (std::size_t k = 0; k < kStateKinds; ++k) {
+            if ((pair.writes & share_of(static_cast<StateKind>(k))) == 0)
+              pair.lanes.states[k].clear();
+          }
           ++writers;
         }
         plan.pairs.push_back(std::move(pair));
@@ -83,13 +97,15 @@ Result<InstancePlan> plan_instances(std::span<const PlannedRank> sources,
 Result<std::vector<Delivery>> deliveries_of(const InstancePlan& plan,
                                             std::span<const PlannedRank> sources,
                                             const InstanceRules& rules,
-                                            std::span<const std::vector<PageIndex>> source_pages,
-                                            std::span<const std::vector<PageIndex>> target_pages) {
+                                            std::span<const RequestItems> source_items,
+                                            std::span<const RequestItems> target_items) {
   std::vector<Delivery> deliveries;
   for (const PlannedPair& pair : plan.pairs) {
-    if (pair.dummy || pair.lanes.kv.empty()) continue;
+    if (pair.dummy()) continue;
+    Delivery delivery{pair.source, pair.target, {}};
     const RankPlace& place = sources[pair.source].place;
-    std::span<const PageIndex> from = source_pages[pair.source], to = target_pages[pair.target];
+    const RequestItems &own = source_items[pair.source], &theirs = target_items[pair.target];
+    std::span<const PageIndex> from = own.pages, to = theirs.pages;
     if (from.size() != to.size())
       return Status(Code::kInvalidArgument,
                     fmt::format("{} source pages but {} target pages", from.size(), to.size()));
@@ -100,9 +116,11 @@ Result<std::vector<Delivery>> deliveries_of(const InstancePlan& plan,
     }
     auto runs = make_runs(from, to);
     if (!runs.ok()) return runs.status();
-    if (!runs->empty())
-      deliveries.push_back(
-          {pair.source, pair.target, {CopyGroup{pair.lanes.kv, std::move(*runs)}}});
+    if (!runs->empty() && !pair.lanes.kv.empty())
+      delivery.plan.push_back({pair.lanes.kv, std::move(*runs)});
+    KVF_RETURN_IF_ERROR(plan_states(pair.lanes, pair.writes, own.states, theirs.states,
+                                    sources[pair.source].name, "its target", delivery.plan));
+    if (!delivery.plan.empty()) deliveries.push_back(std::move(delivery));
   }
   return deliveries;
 }

@@ -30,8 +30,11 @@ struct InstanceRules {
 // One pair of ranks that speak with each other.
 struct PlannedPair {
   std::size_t source = 0, target = 0;
-  bool dummy = false;  // is only told that the room is over for it
-  PairLanes lanes;     // empty for dummies, and of KV for who writes aux rows alone
+  Shares writes = 0;  // what it was elected to write
+  bool writes_aux = false;
+  PairLanes lanes;  // of what it writes
+  // Is only told that the room is over for it.
+  [[nodiscard]] bool dummy() const { return writes == 0 && !writes_aux; }
 };
 struct InstancePlan {
   std::vector<PlannedPair> pairs;
@@ -42,11 +45,11 @@ Result<InstancePlan> plan_instances(std::span<const PlannedRank> sources,
                                     std::span<const PlannedRank> targets,
                                     const InstanceRules& rules);
 
-// The copies of one request whose position k is source_pages[s][k] and target_pages[t][k].
+// The copies of one request, KV and state, by what each rank holds of it.
 Result<std::vector<Delivery>> deliveries_of(const InstancePlan& plan,
                                             std::span<const PlannedRank> sources,
                                             const InstanceRules& rules,
-                                            std::span<const std::vector<PageIndex>> source_pages,
-                                            std::span<const std::vector<PageIndex>> target_pages);
+                                            std::span<const RequestItems> source_items,
+                                            std::span<const RequestItems> target_items);
 
 }  // namespace kvferry::plan

@@ -9,28 +9,6 @@
 
 namespace kvferry {
 
-std::string_view to_string(Component component) {
-  switch (component) {
-    case Component::kKey:
-      return "key";
-    case Component::kValue:
-      return "value";
-    case Component::kLatent:
-      return "latent";
-    case Component::kIndex:
-      return "index";
-    case Component::kMambaConv:
-      return "mamba-conv";
-    case Component::kMambaTemporal:
-      return "mamba-temporal";
-    case Component::kSlidingWindow:
-      return "sliding-window";
-    case Component::kAux:
-      return "aux";
-  }
-  return "unknown";
-}
-
 Status validate(const Layout& layout) {
   const auto bad = [](const Slab& slab, const std::string& why) {
     return Status(Code::kInvalidArgument, fmt::format("slab {} of layer {}: {}",

@@ -1,13 +1,16 @@
 #include <cstring>
+#include <set>
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "src/base/random.h"
+#include "src/plan/components.h"
 #include "src/plan/geometry.h"
 #include "src/plan/planner.h"
 #include "src/plan/positional.h"
 #include "src/plan/ranks.h"
+#include "src/plan/writers.h"
 
 namespace kvferry::plan {
 namespace {
@@ -279,6 +282,84 @@ TEST(Plan, ALayoutThatCannotBeIsRefusedByItself) {
   Layout small = good;
   small.slabs[0].item_bytes -= 1;
   EXPECT_FALSE(validate(small).ok());
+}
+
+TEST(State, T09ListsOfStateArePairedByTheRuleOfTheirKind) {
+  const auto pair = [](StateKind kind, std::size_t source, std::size_t target) {
+    return pair_items(kind, source, target, "prefill A", "decode B");
+  };
+  // A sampled token may have a page more; the prompt's pages are what is sent.
+  EXPECT_EQ(*pair(StateKind::kSlidingWindow, 65, 64), 64U);
+  EXPECT_EQ(*pair(StateKind::kSparseIndex, 64, 65), 64U);
+  EXPECT_EQ(*pair(StateKind::kMiniMaxIndex, 0, 0), 0U);
+  for (const auto& [source, target] : {std::pair{0, 391}, {1, 391}, {0, 1}, {66, 64}}) {
+    const auto refused = pair(StateKind::kSlidingWindow, static_cast<std::size_t>(source),
+                              static_cast<std::size_t>(target));
+    ASSERT_FALSE(refused.ok()) << source << " " << target;
+    EXPECT_EQ(refused.status().code(), Code::kRefused);
+    EXPECT_NE(refused.status().message().find(fmt::format(
+                  "state swa: {} items on prefill A and {} on decode B", source, target)),
+              std::string::npos)
+        << refused.status().message();
+  }
+  EXPECT_EQ(*pair(StateKind::kMamba, 1, 1), 1U);
+  EXPECT_FALSE(pair(StateKind::kMamba, 0, 0).ok());
+  EXPECT_FALSE(pair(StateKind::kMamba, 2, 2).ok());
+  EXPECT_EQ(*pair(StateKind::kSlidingRing, 3, 3), 3U);
+  EXPECT_FALSE(pair(StateKind::kSlidingRing, 4, 3).ok());
+  EXPECT_EQ(*pair(StateKind::kCompressed, 0, 0), 0U);
+  EXPECT_FALSE(pair(StateKind::kCompressed, 0, 1).ok());
+}
+
+TEST(State, EveryComponentHasARowAndEveryKindASlab) {
+  std::set<StateKind> kinds;
+  for (const ComponentRow& row : component_rows()) {
+    EXPECT_EQ(to_string(row.component), row.name);
+    if (row.kind) kinds.insert(*row.kind);
+  }
+  EXPECT_EQ(kinds.size(), kStateKinds);
+  for (std::size_t k = 0; k < kStateKinds; ++k) {
+    const auto kind = static_cast<StateKind>(k);
+    EXPECT_EQ(row_of(kind).kind, kind);
+    EXPECT_EQ(to_string(kind), row_of(kind).name);
+  }
+  EXPECT_EQ(to_string(static_cast<Component>(77)), "unknown");
+}
+
+// Hybrid MLA: the KV is the same on every rank, the state is cut. One rank writes the one, all of
+// them the other.
+TEST(State, KvAndStateHaveElectionsOfTheirOwn) {
+  Geometry model{.name = "hybrid",
+                 .layers = 2,
+                 .attention = {.mla = true, .hybrid_mla = true},
+                 .kv_heads = 1,
+                 .key_head_bytes = 32,
+                 .aux_bytes = {64},
+                 .kv_layers = {1},
+                 .states = {{Component::kMambaConv, {0}, {8, 8, 16}, 6, DType::kBFloat16},
+                            {Component::kMambaTemporal, {0}, {4}, 128, DType::kFloat32}}};
+  std::vector<Layout> layouts;
+  std::vector<Party> parties;
+  for (std::uint32_t tp = 0; tp < 4; ++tp)
+    layouts.push_back(layout_of_rank(model, {.tp_rank = tp, .tp_size = 4}, 4, 8, 8));
+  for (const Layout& layout : layouts) parties.push_back({"prefill", &layout});
+  Layout target = layout_of_rank(model, {.tp_rank = 1, .tp_size = 2}, 4, 8, 8);
+  place_slabs(target, 0, 64);
+  ASSERT_TRUE(validate(target).ok()) << validate(target).to_string();
+  const auto shares = elect_writers(parties, {"decode", &target}, 0);
+  ASSERT_TRUE(shares.ok()) << shares.status().to_string();
+  const Shares mamba = share_of(StateKind::kMamba);
+  EXPECT_EQ(*shares, (std::vector<Shares>{kKvShare, 0, mamba, mamba}));
+
+  // The blocks of a convolution lie behind each other in one pool.
+  std::vector<std::uint64_t> offsets;
+  for (const Slab& slab : target.slabs) {
+    if (slab.component == Component::kMambaConv) {
+      offsets.push_back(slab.base - target.slabs[1].base);
+      EXPECT_EQ(slab.item_stride, 16U * 6);
+    }
+  }
+  EXPECT_EQ(offsets, (std::vector<std::uint64_t>{0, 4 * 6, 8 * 6}));
 }
 
 }  // namespace

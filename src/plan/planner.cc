@@ -6,6 +6,8 @@
 
 #include <fmt/format.h>
 
+#include "src/plan/components.h"
+
 namespace kvferry::plan {
 namespace {
 
@@ -87,6 +89,7 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
 
   PairLanes lanes;
   for (const Slab& from : source.slabs) {
+    const std::optional<StateKind> kind = state_of(from.component);
     const auto [begin, end] = targets.equal_range(std::tuple(from.component, from.layer));
     for (auto it = begin; it != end; ++it) {
       const Slab& to = *it->second;
@@ -107,7 +110,9 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
                         static_cast<std::uint64_t>(to.dtype), target_name);
       }
       add_lanes(from, to, head_begin, head_end - head_begin,
-                from.component == Component::kAux ? lanes.aux : lanes.kv);
+                from.component == Component::kAux ? lanes.aux
+                : kind                            ? lanes.states.at(static_cast<std::size_t>(*kind))
+                                                  : lanes.kv);
     }
   }
   return lanes;
@@ -141,6 +146,24 @@ Result<std::vector<Run>> make_runs(std::span<const PageIndex> source,
     runs.push_back({s, t, 1});
   }
   return runs;
+}
+
+Status plan_states(const PairLanes& lanes, Shares shares, const StateLists& source,
+                   const StateLists& target, std::string_view source_name,
+                   std::string_view target_name, CopyPlan& plan) {
+  for (std::size_t k = 0; k < kStateKinds; ++k) {
+    const auto kind = static_cast<StateKind>(k);
+    if (lanes.states[k].empty() || (shares & share_of(kind)) == 0) continue;
+    const auto count =
+        pair_items(kind, source[k].size(), target[k].size(), source_name, target_name);
+    if (!count.ok()) return count.status();
+    auto runs = make_runs(std::span(source[k]).first(*count), std::span(target[k]).first(*count));
+    if (!runs.ok())
+      return Status(runs.status().code(),
+                    fmt::format("state {}: {}", to_string(kind), runs.status().message()));
+    if (!runs->empty()) plan.push_back({lanes.states[k], std::move(*runs)});
+  }
+  return {};
 }
 
 std::vector<Block> expand(const CopyPlan& plan) {

@@ -5,7 +5,9 @@
 // the number of layers.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -30,9 +32,30 @@ HeadRange heads_of_rank(std::uint32_t heads, std::uint32_t tp_size, std::uint32_
 
 // Lanes of one pair of ranks.
 struct PairLanes {
-  std::vector<Lane> kv;   // to be crossed with runs of pages
-  std::vector<Lane> aux;  // to be crossed with one run of one row
+  std::vector<Lane> kv;                               // to be crossed with runs of pages
+  std::vector<Lane> aux;                              // to be crossed with one run of one row
+  std::array<std::vector<Lane>, kStateKinds> states;  // each with runs of the items of its kind
   friend bool operator==(const PairLanes&, const PairLanes&) = default;
+};
+
+// Shares of a target's memory that a source writes, as a set of bits: the KV cache, and each kind
+// of state. Aux rows are apart.
+using Shares = std::uint32_t;
+inline constexpr Shares kKvShare = 1, kAllShares = ~Shares{0};
+constexpr Shares share_of(StateKind kind) {
+  return Shares{2} << static_cast<std::uint32_t>(kind);
+}
+inline Shares share_of(const Slab& slab) {
+  const auto kind = state_of(slab.component);
+  return slab.component == Component::kAux ? 0 : kind ? share_of(*kind) : kKvShare;
+}
+
+// The lists of one request on one rank: position k of the request, or of a kind of state, is item
+// [k].
+using StateLists = std::array<std::vector<PageIndex>, kStateKinds>;
+struct RequestItems {
+  std::vector<PageIndex> pages;
+  StateLists states;
 };
 
 // Every byte that both layouts hold: same component, layer and head. Slabs that only one side has
@@ -48,6 +71,12 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
 // checked).
 Result<std::vector<Run>> make_runs(std::span<const PageIndex> source,
                                    std::span<const PageIndex> target);
+
+// Appends the copies of all state in `shares` that both layouts hold. kRefused with both counts
+// when the lists of a kind cannot be paired (components.h).
+Status plan_states(const PairLanes& lanes, Shares shares, const StateLists& source,
+                   const StateLists& target, std::string_view source_name,
+                   std::string_view target_name, CopyPlan& plan);
 
 // One range of a flat list of copies; what a list-moving engine would be handed.
 struct Block {

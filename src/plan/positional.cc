@@ -1,7 +1,11 @@
 #include "src/plan/positional.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
+#include "src/plan/components.h"
+#include "src/plan/geometry.h"
 #include "src/plan/planner.h"
 
 namespace kvferry::plan {
@@ -130,6 +134,134 @@ Result<Layout> layout_from_lists(const PositionalContext& context, const Positio
     if (slab.item_bytes > 0) layout.slabs.push_back(slab);
   }
   return layout;
+}
+
+namespace {
+
+// One of our pools of state, and what the peer may have that answers it.
+class StatePairing {
+ public:
+  StatePairing(StateKind kind, const RankPlace& place, AttentionKind attention,
+               const PositionalState& lists, std::string_view peer)
+      : row_(row_of(kind)), place_(place), attention_(attention), lists_(lists), peer_(peer) {}
+
+  Status add(const Layout& own, std::size_t list, Layout& layout) {
+    const std::vector<StatePool> pools = state_pools(own, row_.kind);
+    const auto& pointers = lists_.pointers[list];
+    if (row_.sharding == Sharding::kFixed &&
+        (place_.pp_size > 1 || place_.tp_size != lists_.tp_size)) {
+      return bad(
+          fmt::format("needs one stage and equal TP sizes; prefill has pp {} and tp {}, "
+                      "{} has tp {}",
+                      place_.pp_size, place_.tp_size, peer_, lists_.tp_size));
+    }
+    static const std::vector<std::uint32_t> kNoIds;
+    const auto& ids = list < lists_.layer_ids.size() ? lists_.layer_ids[list] : kNoIds;
+    if (!ids.empty() && ids.size() != pointers.size())
+      return bad(
+          fmt::format("{} layer ids for {} pools of {}", ids.size(), pointers.size(), peer_));
+    if (ids.empty() && pointers.size() != pools.size()) {
+      return bad(fmt::format("{} pools here and {} on {}: layer ids needed", pools.size(),
+                             pointers.size(), peer_));
+    }
+    const auto& lengths = lists_.item_lengths.size() > list ? lists_.item_lengths[list] : kNoIds;
+    if (lengths.size() != pointers.size())
+      return bad(fmt::format("{} item lengths for {} pools of {}", lengths.size(), pointers.size(),
+                             peer_));
+    for (std::size_t i = 0; i < pools.size(); ++i) {
+      std::size_t at = i;
+      if (!ids.empty()) {
+        const auto same = [&](const StatePool& pool) { return pool.layer == pools[i].layer; };
+        const auto before =
+            std::count_if(pools.begin(), pools.begin() + static_cast<std::ptrdiff_t>(i), same);
+        auto skip = before;
+        at = static_cast<std::size_t>(
+            std::find_if(ids.begin(), ids.end(),
+                         [&](std::uint32_t id) { return id == pools[i].layer && skip-- == 0; }) -
+            ids.begin());
+        if (at == ids.size())
+          return bad(
+              fmt::format("{} has no pool number {} of layer {}", peer_, before, pools[i].layer));
+      }
+      if (lengths[at] == 0) continue;
+      KVF_RETURN_IF_ERROR(add_pool(pools[i], pointers[at], lengths[at], layout));
+    }
+    return {};
+  }
+
+ private:
+  [[nodiscard]] Status bad(const std::string& what) const {
+    return refused(fmt::format("state {}: {}", row_.name, what));
+  }
+
+  // The peer's part of a block of which we hold `own`.
+  Result<HeadRange> part_of(const Slab& own) const {
+    const HeadRange range{own.head_begin, own.head_count};
+    const bool replicated =
+        row_.sharding == Sharding::kNone || (row_.sharding == Sharding::kHeads && attention_.mla);
+    if (place_.tp_size == lists_.tp_size || replicated) return range;
+    const std::uint64_t total = std::uint64_t{range.count} * place_.tp_size;
+    const std::uint64_t before = std::uint64_t{range.count} * place_.tp_rank;
+    if (range.begin < before || total % lists_.tp_size != 0) {
+      return bad(
+          fmt::format("{} of layer {}, {} steps from {} of {} ranks, cannot be shared by "
+                      "the {} ranks of {}",
+                      to_string(own.component), own.layer, range.count, range.begin, place_.tp_size,
+                      lists_.tp_size, peer_));
+    }
+    const auto count = static_cast<std::uint32_t>(total / lists_.tp_size);
+    return HeadRange{
+        static_cast<std::uint32_t>(range.begin - before) + lists_.tp_rank % lists_.tp_size * count,
+        count};
+  }
+
+  Status add_pool(const StatePool& pool, std::uint64_t base, std::uint32_t length, Layout& layout) {
+    std::uint64_t offset = 0;
+    const std::size_t first = layout.slabs.size();
+    for (const Slab& own : pool.blocks) {
+      const auto part = part_of(own);
+      if (!part.ok()) return part.status();
+      Slab slab = own;
+      slab.base = base + offset;
+      slab.item_count = kUnknownItemCount;
+      slab.head_begin = part->begin;
+      slab.head_count = part->count;
+      slab.head_stride = slab.head_bytes;
+      slab.row_stride = std::uint64_t{slab.head_bytes} * slab.head_count;
+      slab.item_bytes = slab.row_stride * slab.rows_per_item;
+      offset += slab.item_bytes;
+      layout.slabs.push_back(slab);
+    }
+    for (std::size_t i = first; i < layout.slabs.size(); ++i) layout.slabs[i].item_stride = offset;
+    if (offset == length) return {};
+    return bad(
+        fmt::format("{} of layer {}: an item has {} bytes on {}, from {} bytes here its "
+                    "part is {}",
+                    to_string(pool.component), pool.layer, length, peer_, pool.item_bytes, offset));
+  }
+
+  const StateRow& row_;
+  const RankPlace& place_;
+  const AttentionKind attention_;
+  const PositionalState& lists_;
+  const std::string_view peer_;
+};
+
+}  // namespace
+
+Status add_state_from_lists(const Layout& own, const RankPlace& place, AttentionKind attention,
+                            const PositionalState& lists, std::string_view peer, Layout& layout) {
+  const std::vector<StateKind> kinds = kinds_of(own);
+  if (kinds.size() != lists.pointers.size()) {
+    return refused(fmt::format("{} registered state of {} kinds, this rank has {}", peer,
+                               lists.pointers.size(), kinds.size()));
+  }
+  if (lists.tp_size == 0) return refused(fmt::format("{} has TP size 0", peer));
+  for (std::size_t i = 0; i < kinds.size(); ++i) {
+    StatePairing pairing(kinds[i], place, attention, lists, peer);
+    KVF_RETURN_IF_ERROR(pairing.add(own, i, layout));
+  }
+  return {};
 }
 
 }  // namespace kvferry::plan

@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "kvferry/layout.h"
 #include "kvferry/status.h"
+#include "kvferry/types.h"
 #include "src/plan/ranks.h"
 
 namespace kvferry::plan {
@@ -33,6 +35,21 @@ struct PositionalLists {
       aux_item_lengths;  // of the source's rows: the wire does not carry the peer's
   std::uint32_t tp_rank = 0, tp_size = 1;
 };
+
+// State as the peer registered it: one list a kind, in the order of our kinds.
+struct PositionalState {
+  std::span<const std::vector<std::uint64_t>> pointers;
+  std::span<const std::vector<std::uint32_t>> item_lengths;
+  std::span<const std::vector<std::uint32_t>> layer_ids;  // of each list, may be empty
+  std::uint32_t tp_rank = 0, tp_size = 1;
+};
+
+// Appends the slabs of the peer's state that answer ours: its n-th pool with a layer's number to
+// our n-th of that layer; without numbers by position, where the counts agree. An item length of 0
+// says that the peer has no such memory. kRefused with names and both values where lists, lengths
+// or TP sizes fit no rule of the kind (components.h).
+Status add_state_from_lists(const Layout& own, const RankPlace& place, AttentionKind attention,
+                            const PositionalState& lists, std::string_view peer, Layout& layout);
 
 // Pool count of a positional list is not sent; any page index that int32 can carry is taken to
 // exist.

@@ -78,6 +78,16 @@ std::string pool_name(const Slab& slab) {
   return fmt::format("{} of layer {}", to_string(slab.component), slab.layer);
 }
 
+// The list that a pool's items are of: 0 the pages, then the kinds of state.
+constexpr std::size_t kLists = 1 + kStateKinds;
+std::size_t list_of(const Slab& slab) {
+  const auto kind = state_of(slab.component);
+  return kind ? 1 + static_cast<std::size_t>(*kind) : 0;
+}
+const std::vector<PageIndex>& list_of(const RequestItems& items, std::size_t list) {
+  return list == 0 ? items.pages : items.states.at(list - 1);
+}
+
 class Prover {
  public:
   Prover(std::span<const ProofRank> sources, std::span<const ProofRank> targets,
@@ -86,10 +96,13 @@ class Prover {
     for (const ProofRank& rank : sources) source_slabs_.emplace_back(*rank.layout);
     for (const ProofRank& rank : targets) {
       target_slabs_.emplace_back(*rank.layout);
-      auto& positions = positions_.emplace_back();
-      for (std::size_t k = 0; k < rank.pages.size(); ++k) {
-        if (!positions.emplace(rank.pages[k], k).second)
-          problem(fmt::format("{}: page {} is there twice", rank.name, rank.pages[k]));
+      auto& lists = positions_.emplace_back();
+      for (std::size_t list = 0; list < kLists; ++list) {
+        const auto& items = list_of(rank.items, list);
+        for (std::size_t k = 0; k < items.size(); ++k) {
+          if (!lists.at(list).emplace(items[k], k).second)
+            problem(fmt::format("{}: item {} is there twice", rank.name, items[k]));
+        }
       }
     }
     writings_.resize(targets.size());
@@ -99,8 +112,11 @@ class Prover {
     if (delivery.source >= sources_.size() || delivery.target >= targets_.size())
       return problem("a delivery between ranks that are not there");
     for (const CopyGroup& group : delivery.plan) {
-      check_runs(delivery, group.runs);
-      for (const Lane& lane : group.lanes) add_lane(delivery, lane, group.runs);
+      std::set<std::size_t> lists;
+      for (const Lane& lane : group.lanes) {
+        if (const Slab* to = add_lane(delivery, lane, group.runs)) lists.insert(list_of(*to));
+      }
+      for (const std::size_t list : lists) check_runs(delivery, group.runs, list);
     }
   }
 
@@ -123,9 +139,9 @@ class Prover {
   }
 
   // Each run leads from where the source keeps a position to where the target keeps the same.
-  void check_runs(const Delivery& delivery, const std::vector<Run>& runs) {
-    const auto& from = sources_[delivery.source].pages;
-    const auto& positions = positions_[delivery.target];
+  void check_runs(const Delivery& delivery, const std::vector<Run>& runs, std::size_t list) {
+    const auto& from = list_of(sources_[delivery.source].items, list);
+    const auto& positions = positions_[delivery.target].at(list);
     for (const Run& run : runs) {
       for (std::uint32_t i = 0; i < run.count; ++i) {
         const std::uint64_t source = std::uint64_t{run.source_first} + i,
@@ -141,16 +157,19 @@ class Prover {
     }
   }
 
-  void add_lane(const Delivery& delivery, const Lane& lane, const std::vector<Run>& runs) {
+  // The pool that it writes into; nothing when it is wrong.
+  const Slab* add_lane(const Delivery& delivery, const Lane& lane, const std::vector<Run>& runs) {
     const Slab* from = source_slabs_[delivery.source].find(lane.source);
     const Slab* to = target_slabs_[delivery.target].find(lane.target);
     if (from == nullptr || to == nullptr) {
-      return problem(fmt::format("{}: the copy {:#x} to {:#x} begins in no pool",
-                                 pair_name(delivery), lane.source, lane.target));
+      problem(fmt::format("{}: the copy {:#x} to {:#x} begins in no pool", pair_name(delivery),
+                          lane.source, lane.target));
+      return nullptr;
     }
-    const auto wrong = [&](std::string_view what) {
+    const auto wrong = [&](std::string_view what) -> const Slab* {
       problem(fmt::format("{}: a copy from {} into {} {}", pair_name(delivery), pool_name(*from),
                           pool_name(*to), what));
+      return nullptr;
     };
     if (from->component != to->component || from->layer != to->layer)
       return wrong("mixes two pools");
@@ -180,28 +199,31 @@ class Prover {
     for (const Run& run : runs) items += run.count;
     proof_.written_bytes += items * lane.rows * lane.bytes;
     writings_[delivery.target][to].push_back(std::move(writing));
+    return to;
   }
 
   void check_pool(std::size_t t, const Slab& slab) {
     const ProofRank& target = targets_[t];
+    const std::vector<PageIndex>& items = list_of(target.items, list_of(slab));
+    const auto& positions = positions_[t].at(list_of(slab));
     const auto it = writings_[t].find(&slab);
     if (it == writings_[t].end()) {
       const bool draft = options_.model_layers != 0 && slab.layer >= options_.model_layers;
-      if (!draft && !target.pages.empty())
+      if (!draft && !items.empty())
         problem(fmt::format("{}: nobody writes {}", target.name, pool_name(slab)));
       return;
     }
     const std::vector<Writing>& writings = it->second;
     proof_.promised_bytes +=
-        std::uint64_t{target.pages.size()} * slab.rows_per_item * slab.head_count * slab.head_bytes;
+        std::uint64_t{items.size()} * slab.rows_per_item * slab.head_count * slab.head_bytes;
     // Which writings touch a position: few sets of them, and each set is looked at once.
-    std::vector<std::vector<std::uint32_t>> touched(target.pages.size());
+    std::vector<std::vector<std::uint32_t>> touched(items.size());
     for (std::uint32_t w = 0; w < writings.size(); ++w) {
       for (const Run& run : *writings[w].runs) {
         for (std::uint32_t i = 0; i < run.count; ++i) {
           const auto at =
-              positions_[t].find(static_cast<PageIndex>(std::uint64_t{run.target_first} + i));
-          if (at != positions_[t].end()) touched[at->second].push_back(w);
+              positions.find(static_cast<PageIndex>(std::uint64_t{run.target_first} + i));
+          if (at != positions.end()) touched[at->second].push_back(w);
         }
       }
     }
@@ -266,7 +288,8 @@ class Prover {
   const std::span<const ProofRank> sources_, targets_;
   const ProofOptions options_;
   std::vector<SlabIndex> source_slabs_, target_slabs_;
-  std::vector<std::map<PageIndex, std::size_t>> positions_;  // of each target
+  // Of each target and list: where an item stands in it.
+  std::vector<std::array<std::map<PageIndex, std::size_t>, kLists>> positions_;
   std::vector<std::map<const Slab*, std::vector<Writing>>> writings_;
   Proof proof_;
 };

@@ -10,19 +10,20 @@
 #include "kvferry/data_plane.h"
 #include "kvferry/layout.h"
 #include "kvferry/types.h"
+#include "src/plan/planner.h"
 
 namespace kvferry::plan {
 
-// One rank and where it keeps the request: position k of the request is pages[k]. Sources and
-// targets that take part agree on the positions.
+// One rank and where it keeps the request. Sources and targets that take part agree on the
+// positions, so their lists are equally long.
 struct ProofRank {
   std::string name;
   const Layout* layout = nullptr;
-  std::vector<PageIndex> pages;
+  RequestItems items;
 };
 struct Delivery {
   std::size_t source = 0, target = 0;  // by their numbers
-  CopyPlan plan;                       // of KV; aux rows are not proved here
+  CopyPlan plan;                       // of KV and state; aux rows are not proved here
 };
 struct ProofOptions {
   // The same bytes may come from several sources that hold them alike (reference peers do so).
@@ -40,7 +41,8 @@ struct Proof {
 inline constexpr std::size_t kProblemsMax = 32;
 
 // Every byte that a target's layout promises for its pages is written exactly once, from the byte
-// of a source that means the same (component, layer, token, head), and nothing else is written.
+// of a source that means the same (component, layer, position, token, head), and nothing else is
+// written.
 Proof prove(std::span<const ProofRank> sources, std::span<const ProofRank> targets,
             std::span<const Delivery> deliveries, const ProofOptions& options = {});
 

@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "src/base/random.h"
+#include "src/plan/components.h"
 #include "src/plan/geometry.h"
 #include "src/plan/instance_plan.h"
 #include "src/plan/writers.h"
@@ -28,7 +29,54 @@ constexpr Style kStyles[] = {Style::kTokensHeads, Style::kHeadsTokens, Style::kP
 struct Model {
   std::uint32_t heads = 1, layers = 1, page_tokens = 1, key_bytes = 1, value_bytes = 1;
   bool mla = false;
+  // State: extents of a mamba convolution's blocks, a sliding window, an index cache. 0: none.
+  std::vector<std::uint32_t> mamba_blocks;
+  std::uint32_t sliding_bytes = 0, index_bytes = 0;
 };
+
+// What a request owns beside its pages: slabs as one kind of state has them, from `at` on.
+void add_state(std::vector<Slab>& slabs, const Model& model, const RankPlace& place,
+               std::uint32_t layer, HeadRange kv_heads, std::uint64_t& at) {
+  const auto add = [&](Component component, HeadRange heads, std::uint32_t bytes,
+                       std::uint32_t rows) -> Slab& {
+    Slab slab;
+    slab.component = component;
+    slab.layer = layer;
+    slab.base = at;
+    slab.item_count = kPoolPages;
+    slab.rows_per_item = rows;
+    slab.head_begin = heads.begin;
+    slab.head_count = heads.count;
+    slab.head_bytes = bytes;
+    slab.head_stride = bytes;
+    slab.row_stride = std::uint64_t{bytes} * heads.count;
+    slab.item_bytes = slab.item_stride = slab.row_stride * rows;
+    return slabs.emplace_back(slab);
+  };
+  std::uint32_t before = 0;
+  std::uint64_t offset = 0;
+  std::vector<std::size_t> blocks;
+  for (const std::uint32_t extent : model.mamba_blocks) {
+    HeadRange part = heads_of_rank(extent, place.tp_size, place.tp_rank);
+    part.begin += before;
+    before += extent;
+    blocks.push_back(slabs.size());
+    Slab& slab = add(Component::kMambaConv, part, 2, 1);
+    slab.base += offset;
+    offset += slab.item_bytes;
+  }
+  for (const std::size_t i : blocks) slabs[i].item_stride = offset;
+  at += offset * kPoolPages;
+  if (model.sliding_bytes > 0) {
+    const Slab& slab =
+        add(Component::kSlidingKey, kv_heads, model.sliding_bytes, model.page_tokens);
+    at += slab.item_stride * kPoolPages;
+  }
+  if (model.index_bytes > 0) {
+    const Slab& slab = add(Component::kIndex, {0, 1}, model.index_bytes, model.page_tokens);
+    at += slab.item_stride * kPoolPages;
+  }
+}
 
 // The rank's memory: layers [begin, begin + count), then draft layers.
 PlannedRank make_rank(std::string name, const Model& model, RankPlace place,
@@ -82,6 +130,7 @@ PlannedRank make_rank(std::string name, const Model& model, RankPlace place,
       at += slab.item_stride * kPoolPages + 5;
     }
   }
+  for (const std::uint32_t layer : layers) add_state(slabs, model, place, layer, heads, at);
   bytes = at - kBase + 16;
   EXPECT_TRUE(validate(rank.layout).ok());
   return rank;
@@ -89,9 +138,12 @@ PlannedRank make_rank(std::string name, const Model& model, RankPlace place,
 
 // Every byte of a rank's memory as a number that says what it means; 0 means nothing.
 using ByteMap = std::vector<std::uint64_t>;
-void for_cells(const Layout& layout, const std::vector<PageIndex>& pages,
+void for_cells(const Layout& layout, const RequestItems& items,
                const std::function<void(std::uint64_t, std::uint64_t)>& visit) {
   for (const Slab& slab : layout.slabs) {
+    const auto kind = state_of(slab.component);
+    const std::vector<PageIndex>& pages =
+        kind ? items.states.at(static_cast<std::size_t>(*kind)) : items.pages;
     for (std::size_t k = 0; k < pages.size(); ++k) {
       for (std::uint32_t row = 0; row < slab.rows_per_item; ++row) {
         for (std::uint32_t head = 0; head < slab.head_count; ++head) {
@@ -122,15 +174,15 @@ struct World {
   InstanceRules rules;
   std::vector<PlannedRank> sources, targets;
   std::vector<std::uint64_t> source_bytes, target_bytes;
-  std::vector<std::vector<PageIndex>> source_pages, target_pages;
+  std::vector<RequestItems> source_items, target_items;
   std::uint32_t draft_layers = 0;
 
   [[nodiscard]] Proof proof(const std::vector<Delivery>& deliveries) const {
     std::vector<ProofRank> from, to;
     for (std::size_t i = 0; i < sources.size(); ++i)
-      from.push_back({sources[i].name, &sources[i].layout, source_pages[i]});
+      from.push_back({sources[i].name, &sources[i].layout, source_items[i]});
     for (std::size_t i = 0; i < targets.size(); ++i)
-      to.push_back({targets[i].name, &targets[i].layout, target_pages[i]});
+      to.push_back({targets[i].name, &targets[i].layout, target_items[i]});
     return prove(from, to, deliveries,
                  {.replicas_allowed = !rules.native, .model_layers = rules.model_layers});
   }
@@ -140,7 +192,7 @@ struct World {
     std::vector<ByteMap> memory;
     for (std::size_t i = 0; i < sources.size(); ++i) {
       memory.emplace_back(source_bytes[i], 0);
-      for_cells(sources[i].layout, source_pages[i],
+      for_cells(sources[i].layout, source_items[i],
                 [&](std::uint64_t at, std::uint64_t meaning) { memory[i][at] = meaning; });
     }
     for (std::size_t t = 0; t < targets.size(); ++t) {
@@ -159,7 +211,7 @@ struct World {
         }
       }
       std::string wrong;
-      for_cells(targets[t].layout, target_pages[t], [&](std::uint64_t at, std::uint64_t meaning) {
+      for_cells(targets[t].layout, target_items[t], [&](std::uint64_t at, std::uint64_t meaning) {
         const std::uint64_t layer = meaning / (64ULL * 256 * 64 * 64) % 64;
         const bool draft = rules.model_layers != 0 && layer >= rules.model_layers;
         if (draft && times[at] == 0) return;
@@ -183,6 +235,16 @@ std::vector<PageIndex> random_pages(Random& random, std::uint32_t count) {
   }
   all.resize(count);
   return all;
+}
+
+// The pages of a request, one slot, and pages of its own for each paged state.
+RequestItems random_items(Random& random, std::uint32_t pages, std::uint32_t state_pages) {
+  RequestItems items{random_pages(random, pages), {}};
+  for (std::size_t k = 0; k < kStateKinds; ++k) {
+    items.states[k] = random_pages(
+        random, row_of(static_cast<StateKind>(k)).pairing == Pairing::kOneEach ? 1 : state_pages);
+  }
+  return items;
 }
 
 // Stages of a pipeline: any cut of the layers, stages without layers included.
@@ -224,12 +286,18 @@ World random_world(Random& random) {
                       d_pp = random.chance(70) ? 1 : up_to(3);
   const std::uint32_t cp = random.chance(75) ? 1 : up_to(4);
   w.draft_layers = random.chance(20) ? up_to(2) : 0;
+  if (random.chance(25)) {  // blocks that need not divide by the ranks, but are no fewer
+    for (std::uint32_t i = up_to(3); i > 0; --i)
+      w.model.mamba_blocks.push_back(static_cast<std::uint32_t>(random.between(16, 20)));
+  }
+  if (random.chance(20)) w.model.sliding_bytes = up_to(3);
+  if (random.chance(20)) w.model.index_bytes = up_to(3);
   w.rules = {.native = true,
              .attention = {.mla = w.model.mla, .hybrid_mla = false},
              .kv_heads = w.model.heads,
              .model_layers = w.draft_layers > 0 ? w.model.layers : 0,
              .all_cp_ranks = random.chance(50)};
-  const auto count = up_to(6);
+  const auto count = up_to(6), state_count = up_to(4);
   const auto p_stages = random_stages(random, w.model.layers, p_pp);
   auto d_stages = random_stages(random, w.model.layers, d_pp);
   for (std::uint32_t i = 0; i < w.draft_layers; ++i) d_stages.back().push_back(w.model.layers + i);
@@ -246,7 +314,7 @@ World random_world(Random& random) {
         w.sources.push_back(make_rank(fmt::format("prefill tp{} pp{} cp{}", tp, pp, c), w.model,
                                       place, p_stages[pp], kStyles[random.below(5)], bytes));
         w.source_bytes.push_back(bytes);
-        w.source_pages.push_back(random_pages(random, count));
+        w.source_items.push_back(random_items(random, count, state_count));
       }
     }
   }
@@ -257,7 +325,7 @@ World random_world(Random& random) {
       w.targets.push_back(make_rank(fmt::format("decode tp{} pp{}", tp, pp), w.model, place,
                                     d_stages[pp], kStyles[random.below(5)], bytes));
       w.target_bytes.push_back(bytes);
-      w.target_pages.push_back(random_pages(random, count));
+      w.target_items.push_back(random_items(random, count, state_count));
     }
   }
   return w;
@@ -266,7 +334,7 @@ World random_world(Random& random) {
 // One defect, such as a planner could have.
 void spoil(Random& random, std::vector<Delivery>& deliveries) {
   auto& delivery = deliveries[random.below(deliveries.size())];
-  auto& group = delivery.plan[0];
+  auto& group = delivery.plan[random.below(delivery.plan.size())];
   Lane& lane = group.lanes[random.below(group.lanes.size())];
   auto& run = group.runs[random.below(group.runs.size())];
   switch (random.below(9)) {
@@ -287,7 +355,8 @@ void spoil(Random& random, std::vector<Delivery>& deliveries) {
       return void(std::swap(group.lanes.front().target, group.lanes.back().target));
     case 7:
       if (group.lanes.size() > 1) return void(group.lanes.pop_back());
-      return void(deliveries.erase(deliveries.begin() + (&delivery - deliveries.data())));
+      delivery.plan.erase(delivery.plan.begin() + (&group - delivery.plan.data()));
+      return;
     default:
       return void(deliveries.push_back(delivery));
   }
@@ -305,7 +374,7 @@ TEST(Proof, PlansOfRandomInstancesAreProvedAndRightAndSpoiltOnesAreNot) {
     const World w = random_world(random);
     const auto plan = plan_instances(w.sources, w.targets, w.rules);
     ASSERT_TRUE(plan.ok()) << "seed " << seed << ": " << plan.status().to_string();
-    auto deliveries = deliveries_of(*plan, w.sources, w.rules, w.source_pages, w.target_pages);
+    auto deliveries = deliveries_of(*plan, w.sources, w.rules, w.source_items, w.target_items);
     ASSERT_TRUE(deliveries.ok()) << "seed " << seed << ": " << deliveries.status().to_string();
     const std::uint32_t p = w.sources[0].place.tp_size, d = w.targets[0].place.tp_size;
     odd_sizes += std::max(p, d) % std::min(p, d) != 0 ? 1 : 0;

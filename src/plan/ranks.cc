@@ -37,10 +37,11 @@ struct TpRange {
   std::uint32_t first = 0, last = 0;
   [[nodiscard]] bool contains(std::uint32_t tp) const { return first <= tp && tp <= last; }
 };
+// Those whose even part of the whole meets this rank's.
 TpRange share_of(std::uint32_t rank, std::uint32_t d, std::uint32_t p) {
   const auto first = static_cast<std::uint32_t>(std::uint64_t{rank} * p / d);
-  const auto end = static_cast<std::uint32_t>((std::uint64_t{rank} + 1) * p / d);
-  return {first, std::max(first + 1, end) - 1};
+  const auto end = static_cast<std::uint32_t>(((std::uint64_t{rank} + 1) * p + d - 1) / d);
+  return {first, end - 1};
 }
 TpRange holders_of(HeadRange heads, std::uint32_t kv_heads, std::uint32_t p) {
   TpRange range{p, 0};
@@ -78,7 +79,8 @@ Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention,
   const TpRange range = share_of(decode.tp_rank % d, d, p);
   for (std::uint32_t tp = range.first; tp <= range.last; ++tp) map.tp_ranks.push_back(tp);
   map.required_destinations.assign(map.tp_ranks.size(), d > p ? d / p : 1);
-  std::uint32_t responses = attention.mla ? 1 : static_cast<std::uint32_t>(map.tp_ranks.size());
+  std::uint32_t responses =
+      attention.same_everywhere() ? 1 : static_cast<std::uint32_t>(map.tp_ranks.size());
   responses *= add_cp_ranks(map, prefill.cp_size, all_cp_ranks);
   if (decode.pp_size == prefill.pp_size) {
     map.pp_ranks = {decode.pp_rank};
@@ -105,9 +107,13 @@ Result<RankMapping> map_native_ranks(const RankPlace& decode, AttentionKind atte
         "heads is not known",
         p, d));
   }
+  // Whatever else is shared evenly over the ranks (state of any extent) lies in a rank's own part
+  // of the whole.
   const auto contacts = [&](std::uint32_t rank) {
-    return by_heads ? holders_of(heads_of_rank(kv_heads, d, rank), kv_heads, p)
-                    : share_of(rank, d, p);
+    const TpRange part = share_of(rank, d, p);
+    if (!by_heads) return part;
+    const TpRange heads = holders_of(heads_of_rank(kv_heads, d, rank), kv_heads, p);
+    return TpRange{std::min(part.first, heads.first), std::max(part.last, heads.last)};
   };
   RankMapping map;
   const TpRange range = contacts(decode.tp_rank % d);

@@ -18,6 +18,8 @@ struct InstanceShape {
 struct AttentionKind {
   bool mla = false;         // the KV is the same on every TP rank
   bool hybrid_mla = false;  // MLA beside layers with sharded state
+  // One rank can send all that a request owns.
+  [[nodiscard]] bool same_everywhere() const { return mla && !hybrid_mla; }
   friend auto operator<=>(const AttentionKind&, const AttentionKind&) = default;
 };
 
@@ -40,10 +42,10 @@ Result<RankMapping> map_ranks(const RankPlace& decode, AttentionKind attention,
 
 // The same between native ranks, whatever their sizes: where sizes and heads do not all divide each
 // other, a decode rank hears from every prefill rank that holds one of its heads (`kv_heads` of the
-// model; under MLA from its share of the prefill ranks). A decode instance with several stages
-// contacts every prefill stage, since the two may be cut differently; those that hold nothing for
-// it write nothing. Refused: sizes of 0, decode CP other than 1, heads that are not known but
-// needed.
+// model) and from every one whose even part of the whole meets its own (state, MLA). A decode
+// instance with several stages contacts every prefill stage, since the two may be cut differently;
+// those that hold nothing for it write nothing. Refused: sizes of 0, decode CP other than 1, heads
+// that are not known but needed.
 Result<RankMapping> map_native_ranks(const RankPlace& decode, AttentionKind attention,
                                      std::uint32_t kv_heads, const InstanceShape& prefill,
                                      bool all_cp_ranks);

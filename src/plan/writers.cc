@@ -50,14 +50,12 @@ HeadRange heads_of(const Slab& slab) {
   return {slab.head_begin, slab.head_count};
 }
 
-}  // namespace
-
-Result<std::vector<bool>> elect_writers(std::span<const Party> sources, const Party& target,
-                                        std::uint32_t model_layers) {
+// Of one share: which sources write it.
+Result<std::vector<bool>> elect_for(Shares share, std::span<const Party> sources,
+                                    const Party& target, std::uint32_t model_layers) {
   std::multimap<Pool, HeadRange> promised;
   for (const Slab& slab : target.layout->slabs) {
-    if (slab.component != Component::kAux)
-      promised.emplace(Pool{slab.component, slab.layer}, heads_of(slab));
+    if (share_of(slab) == share) promised.emplace(Pool{slab.component, slab.layer}, heads_of(slab));
   }
   std::map<Pool, HeadSet> covered;
   std::vector<bool> writes;
@@ -101,6 +99,22 @@ Result<std::vector<bool>> elect_writers(std::span<const Party> sources, const Pa
                     sources.empty() ? "none" : sources.back().name));
   }
   return writes;
+}
+
+}  // namespace
+
+Result<std::vector<Shares>> elect_writers(std::span<const Party> sources, const Party& target,
+                                          std::uint32_t model_layers) {
+  Shares wanted = 0;
+  for (const Slab& slab : target.layout->slabs) wanted |= share_of(slab);
+  std::vector<Shares> shares(sources.size(), 0);
+  for (Shares share = 1; share != 0 && share <= wanted; share <<= 1) {
+    if ((wanted & share) == 0) continue;
+    const auto writes = elect_for(share, sources, target, model_layers);
+    if (!writes.ok()) return writes.status();
+    for (std::size_t i = 0; i < shares.size(); ++i) shares[i] |= writes->at(i) ? share : 0;
+  }
+  return shares;
 }
 
 }  // namespace kvferry::plan

@@ -8,6 +8,7 @@
 
 #include "kvferry/layout.h"
 #include "kvferry/status.h"
+#include "src/plan/planner.h"
 
 namespace kvferry::plan {
 
@@ -16,12 +17,14 @@ struct Party {
   const Layout* layout = nullptr;
 };
 
-// For each source, whether it writes: it holds something of the target's KV that no source before
-// it holds. kRefused, with names and values, when a source holds only in part what an earlier one
-// holds too (its bytes would have two writers), and when no source holds what the target waits for.
-// Layers from `model_layers` on are draft layers, which a source need not have; 0: there are none.
-// Aux slabs have their own election and are passed over.
-Result<std::vector<bool>> elect_writers(std::span<const Party> sources, const Party& target,
-                                        std::uint32_t model_layers);
+// For each source, what it writes: the shares (planner.h) of which it holds something for the
+// target that no source before it holds. Each share has its own election: the KV of a hybrid model
+// may be the same on every rank and its state on none. kRefused, with names and values, when a
+// source holds only in part what an earlier one holds too (its bytes would have two writers), and
+// when no source holds what the target waits for. Layers from `model_layers` on are draft layers,
+// which a source need not have; 0: there are none. Aux slabs have their own election and are passed
+// over.
+Result<std::vector<Shares>> elect_writers(std::span<const Party> sources, const Party& target,
+                                          std::uint32_t model_layers);
 
 }  // namespace kvferry::plan

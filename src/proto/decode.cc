@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "src/base/check.h"
 #include "src/base/mark.h"
 #include "src/plan/geometry.h"
 #include "src/plan/planner.h"
@@ -11,23 +12,55 @@
 
 namespace kvferry::proto {
 
+namespace {
+
+// Slabs that lie beside each other in every item (K and V of a block, blocks of one state) become
+// one: grants name memory that does not overlap. The gaps between them are lent too.
+std::vector<GrantSlab> merge_slabs(std::vector<GrantSlab> slabs) {
+  std::sort(slabs.begin(), slabs.end(),
+            [](const GrantSlab& a, const GrantSlab& b) { return a.base < b.base; });
+  std::vector<GrantSlab> merged;
+  for (const GrantSlab& slab : slabs) {
+    GrantSlab* last = merged.empty() ? nullptr : &merged.back();
+    const std::uint64_t offset = last != nullptr ? slab.base - last->base : 0;
+    if (last != nullptr && last->item_stride == slab.item_stride &&
+        offset + slab.item_bytes <= slab.item_stride) {
+      last->item_bytes = std::max(last->item_bytes, offset + slab.item_bytes);
+      last->item_count = std::min(last->item_count, slab.item_count);
+    } else {
+      merged.push_back(slab);
+    }
+  }
+  return merged;
+}
+
+}  // namespace
+
 DecodeManager::DecodeManager(DecodeSelf self, const Settings& settings, Ports ports)
     : self_(std::move(self)),
       settings_(settings),
       ports_(ports),
       leases_(ports_.plane, settings_, counters_) {
   pool_pages_ = plan::page_limit(self_.layout);
-  std::vector<GrantSlab> kv, aux;
+  kinds_ = plan::kinds_of(self_.layout);
   for (const Slab& slab : self_.layout.slabs) {
-    const bool is_aux = slab.component == Component::kAux;
-    (is_aux ? aux : kv).push_back({slab.base, slab.item_stride, slab.item_bytes, slab.item_count});
-    if (is_aux) aux_rows_ = aux_rows_ == 0 ? slab.item_count : std::min(aux_rows_, slab.item_count);
+    if (slab.component == Component::kAux)
+      aux_rows_ = aux_rows_ == 0 ? slab.item_count : std::min(aux_rows_, slab.item_count);
   }
-  const auto by_base = [](const GrantSlab& a, const GrantSlab& b) { return a.base < b.base; };
-  std::sort(kv.begin(), kv.end(), by_base);
-  std::sort(aux.begin(), aux.end(), by_base);
-  kv_slabs_ = std::make_shared<const std::vector<GrantSlab>>(std::move(kv));
-  aux_slabs_ = std::make_shared<const std::vector<GrantSlab>>(std::move(aux));
+  const auto slabs_where = [this](auto&& belongs) {
+    std::vector<GrantSlab> slabs;
+    for (const Slab& slab : self_.layout.slabs) {
+      if (belongs(slab))
+        slabs.push_back({slab.base, slab.item_stride, slab.item_bytes, slab.item_count});
+    }
+    return std::make_shared<const std::vector<GrantSlab>>(merge_slabs(std::move(slabs)));
+  };
+  kv_slabs_ = slabs_where([](const Slab& s) { return plan::share_of(s) == plan::kKvShare; });
+  aux_slabs_ = slabs_where([](const Slab& s) { return s.component == Component::kAux; });
+  for (std::size_t k = 0; k < kStateKinds; ++k) {
+    state_slabs_[k] = slabs_where(
+        [k](const Slab& s) { return state_of(s.component) == static_cast<StateKind>(k); });
+  }
 }
 
 DecodeManager::Use* DecodeManager::find(UseId id) {
@@ -52,7 +85,8 @@ std::vector<SourceView> DecodeManager::sources(UseId use) const {
                      s.address,
                      s.native,
                      s.dummy,
-                     s.writes_aux});
+                     s.writes_aux,
+                     s.dummy ? 0 : s.writes});
   }
   return views;
 }
@@ -145,6 +179,11 @@ Status DecodeManager::send_metadata(UseId id, RoomMetadata metadata, Time now) {
         fmt::format("{}: prefix of {} tokens is no multiple of the page size {}",
                     room_text(use->room), metadata.prefix_tokens, self_.layout.page_tokens));
   }
+  if (const auto lists =
+          plan::state_lists(self_.layout, metadata.states, settings_.pages_per_room_max);
+      !lists.ok())
+    return Status(lists.status().code(),
+                  fmt::format("{}: {}", room_text(use->room), lists.status().message()));
   use->waiting_metadata = std::move(metadata);
   if (use->resolved) lend_and_announce(id, *use, now);
   return {};
@@ -191,18 +230,27 @@ bool DecodeManager::is_quiet() const {
 
 // --- lending
 
-GrantGroup DecodeManager::kv_group(const std::vector<PageIndex>& pages) const {
-  GrantGroup group{kv_slabs_, {}};
-  group.items.reserve(pages.size());
-  for (const PageIndex page : pages) group.items.push_back(static_cast<std::uint32_t>(page));
-  return group;
+std::vector<GrantGroup> DecodeManager::groups_for(const Source& source,
+                                                  const RoomMetadata& metadata,
+                                                  const plan::StateLists& states) const {
+  std::vector<GrantGroup> groups;
+  const auto add = [&](plan::Shares share, const GrantSlabs& slabs,
+                       const std::vector<PageIndex>& items) {
+    if (items.empty() || (source.writes & share) == 0) return;
+    groups.push_back({slabs, std::vector<std::uint32_t>(items.begin(), items.end())});
+  };
+  add(plan::kKvShare, kv_slabs_, metadata.pages);
+  for (std::size_t k = 0; k < kStateKinds; ++k)
+    add(plan::share_of(static_cast<StateKind>(k)), state_slabs_[k], states[k]);
+  if (metadata.aux_row && source.writes_aux) groups.push_back({aux_slabs_, {*metadata.aux_row}});
+  return groups;
 }
 
 // Native ranks say what they hold: who writes follows from the layouts, one writer for each byte,
 // and a byte that nobody holds is found before a page is lent.
-Result<std::vector<bool>> DecodeManager::writers_of(const Use& use,
-                                                    const Instance& instance) const {
-  std::vector<bool> writes;
+Result<std::vector<plan::Shares>> DecodeManager::writers_of(const Use& use,
+                                                            const Instance& instance) const {
+  std::vector<plan::Shares> writes;
   for (const std::uint32_t cp : use.mapping.cp_ranks) {  // each CP rank sends its part of all
     std::vector<plan::Party> parties;
     for (const PlaceKey& key : use.order) {
@@ -218,7 +266,8 @@ Result<std::vector<bool>> DecodeManager::writers_of(const Use& use,
                                         &self_.layout},
                                        static_cast<std::uint32_t>(settings_.model_layers));
     if (!elected.ok()) return elected.status();
-    writes.insert(writes.end(), elected->begin(), elected->end());
+    for (const plan::Shares shares : *elected)  // the first CP rank sends all state
+      writes.push_back(cp == use.mapping.cp_ranks.front() ? shares : shares & plan::kKvShare);
   }
   return writes;
 }
@@ -230,7 +279,7 @@ Status DecodeManager::elect(Use& use, Instance& instance) const {
   const std::uint32_t first_tp = use.mapping.tp_ranks.front(),
                       last_pp = use.mapping.pp_ranks.back(),
                       first_cp = use.mapping.cp_ranks.front();
-  const std::vector<bool>* writes = nullptr;
+  const std::vector<plan::Shares>* writes = nullptr;
   if (instance.all_native) {
     auto known = instance.writers.find(*use.dp_rank);
     if (known == instance.writers.end())
@@ -244,9 +293,10 @@ Status DecodeManager::elect(Use& use, Instance& instance) const {
     source.writes_aux = source.native && tp == first_tp && source.place[3] == last_pp &&
                         source.place[1] == first_cp;
     if (writes != nullptr) {
-      source.dummy = !writes->at(i) && !source.writes_aux;
+      source.writes = writes->at(i);
+      source.dummy = source.writes == 0 && !source.writes_aux;
       if (source.dummy) KVF_REACHED("a native rank was elected not to write");
-    } else if (self_.attention.mla) {
+    } else if (self_.attention.same_everywhere()) {
       source.dummy = tp != first_tp;
     } else if (source.native && self_.total_kv_heads > 0) {
       const plan::HeadRange own = plan::heads_of_rank(self_.total_kv_heads, use.shape.tp_size, tp);
@@ -264,6 +314,8 @@ Status DecodeManager::elect(Use& use, Instance& instance) const {
 void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
   const RoomMetadata metadata = std::move(*use.waiting_metadata);
   use.waiting_metadata.reset();
+  const auto lists = plan::state_lists(self_.layout, metadata.states, settings_.pages_per_room_max);
+  KVF_CHECK(lists.ok(), "lists of state were checked when they came");
   std::vector<Source> sources = use.connected;
   for (const Source& source : sources) {
     if (source.native && !sessions_.contains(source.session)) {
@@ -288,10 +340,8 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
       grants_[source.grant] = id;
     }
     if (source.dummy) continue;
-    std::vector<GrantGroup> groups;
-    if (!metadata.pages.empty()) groups.push_back(kv_group(metadata.pages));
-    if (metadata.aux_row && source.writes_aux) groups.push_back({aux_slabs_, {*metadata.aux_row}});
-    auto lease = leases_.lend(id, source.grant, !source.native, std::move(groups));
+    auto lease =
+        leases_.lend(id, source.grant, !source.native, groups_for(source, metadata, *lists));
     if (!lease.ok()) {
       use.sources = std::move(sources);
       return fail(id, use,
@@ -307,9 +357,13 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
       id,
       now +
           settings_.waiting_timeout);  // from when the pages are lent, however long the engine took
-  std::uint64_t page_bytes = 0;
-  for (const GrantSlab& slab : *kv_slabs_) page_bytes += slab.item_bytes;
-  use.view.bytes = page_bytes * metadata.pages.size();
+  use.view.bytes = 0;
+  for (const Slab& slab : self_.layout.slabs) {
+    if (slab.component == Component::kAux) continue;
+    const auto kind = state_of(slab.component);
+    use.view.bytes += slab.item_bytes * (kind ? lists->at(static_cast<std::size_t>(*kind)).size()
+                                              : metadata.pages.size());
+  }
   for (const Source& source : use.sources) {
     wire::Metadata m;
     m.room = use.room;
@@ -323,6 +377,14 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
     if (!source.dummy) {
       m.pages = metadata.pages;
       m.aux_row = metadata.aux_row;
+      m.writes = source.writes;
+      if (source.native) {
+        m.states.assign(lists->begin(), lists->end());
+        while (!m.states.empty() && m.states.back().empty()) m.states.pop_back();
+      } else {
+        for (const StateKind kind : kinds_)
+          m.states.push_back(lists->at(static_cast<std::size_t>(kind)));
+      }
     }
     if (source.native) {
       send_native(ports_.control, source.address, self_.control, source.session, std::move(m));

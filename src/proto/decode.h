@@ -12,6 +12,7 @@
 // home through the LeaseBook alone.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -51,6 +52,7 @@ struct RoomMetadata {
   std::vector<PageIndex> pages;
   std::optional<std::uint32_t> aux_row;
   std::uint64_t prefix_tokens = 0;  // held already; a multiple of the page size
+  std::vector<StateItems> states = {};
 };
 
 // The prefill ranks of one room, as the tests and tools see them.
@@ -58,6 +60,7 @@ struct SourceView {
   RankPlace place;
   Address address;
   bool native = false, dummy = false, writes_aux = false;
+  plan::Shares writes = 0;
 };
 
 class DecodeManager {
@@ -106,7 +109,7 @@ class DecodeManager {
     bool all_native = false;
     // Who writes to this rank, by prefill DP group, in the order in which they are contacted; from
     // the layouts of native ranks, so the same for every room until one of them changes.
-    std::map<std::uint32_t, Result<std::vector<bool>>> writers;
+    std::map<std::uint32_t, Result<std::vector<plan::Shares>>> writers;
     std::string last_error;
     std::map<PlaceKey, Link> links;
     std::map<PlaceKey, CallId> lookups;
@@ -120,6 +123,7 @@ class DecodeManager {
     std::uint32_t unique_rank = 0;
     std::uint32_t required_destinations = 1;  // that this rank hears from for the room
     bool native = false, dummy = false, writes_aux = false;
+    plan::Shares writes = plan::kAllShares;
     Token session;  // native
     Token grant;    // native
     std::optional<LeaseId> lease;
@@ -184,8 +188,8 @@ class DecodeManager {
   void connect(Use& use, Instance& instance, UseId id, Time now);
   void lend_and_announce(UseId id, Use& use, Time now);
   Status elect(Use& use, Instance& instance) const;
-  [[nodiscard]] Result<std::vector<bool>> writers_of(const Use& use,
-                                                     const Instance& instance) const;
+  [[nodiscard]] Result<std::vector<plan::Shares>> writers_of(const Use& use,
+                                                             const Instance& instance) const;
   void on_native(const wire::NativeFrame& frame, Time now);
   void on_done(UseId id, Use& use, Source* source, const wire::Done& done, Time now);
   void on_abort_ack(UseId id, Use& use, Source& source, const wire::AbortAck& ack, Time now);
@@ -199,7 +203,9 @@ class DecodeManager {
   void drop_if_done(UseId id);
   Use* find(UseId id);
   std::pair<UseId, Source*> find_grant(Token grant, Token session);
-  [[nodiscard]] GrantGroup kv_group(const std::vector<PageIndex>& pages) const;
+  [[nodiscard]] std::vector<GrantGroup> groups_for(const Source& source,
+                                                   const RoomMetadata& metadata,
+                                                   const plan::StateLists& states) const;
 
   const DecodeSelf self_;
   const Settings& settings_;
@@ -207,7 +213,9 @@ class DecodeManager {
   Counters counters_;
   LeaseBook leases_;
   GrantSlabs kv_slabs_, aux_slabs_;
+  std::array<GrantSlabs, kStateKinds> state_slabs_;
   std::uint32_t pool_pages_ = 0, aux_rows_ = 0;
+  std::vector<StateKind> kinds_;  // of our state, in the reference's order
   std::map<UseId, Use> uses_;
   std::map<RoomId, UseId> live_;
   std::map<RoomId, std::set<UseId>> by_room_;

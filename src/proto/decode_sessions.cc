@@ -7,6 +7,8 @@
 #include <fmt/format.h>
 
 #include "src/base/mark.h"
+#include "src/plan/components.h"
+#include "src/plan/geometry.h"
 #include "src/proto/text.h"
 
 namespace kvferry::proto {
@@ -30,10 +32,25 @@ void DecodeManager::send_register(Session& session, Token token, const Address& 
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component == Component::kAux) {
       m.pools.aux_pointers.push_back(slab.base);
-    } else {
+    } else if (!state_of(slab.component)) {
       m.pools.kv_pointers.push_back(slab.base);
       m.pools.kv_item_lengths.push_back(slab.item_bytes);
       if (m.pools.kv_item_length == 0) m.pools.kv_item_length = slab.item_bytes;
+    }
+  }
+  for (const StateKind kind : kinds_) {
+    auto& pointers = m.pools.state_pointers.emplace_back();
+    auto& lengths = m.pools.state_item_lengths.emplace_back();
+    auto& dims = m.pools.state_dims.emplace_back();
+    auto& ids = m.pools.state_layer_ids.emplace_back();
+    for (const plan::StatePool& pool : plan::state_pools(self_.layout, kind)) {
+      pointers.push_back(pool.base);
+      lengths.push_back(static_cast<std::uint32_t>(pool.item_bytes));
+      ids.push_back(pool.layer);
+      if (plan::row_of(kind).sharding != plan::Sharding::kBlocks) continue;
+      std::uint32_t steps = 0;
+      for (const Slab& block : pool.blocks) steps += block.head_count;
+      dims.push_back(steps);
     }
   }
   if (auto frames = wire::encode_to_prefill(m, self_.foreign_dialect); frames.ok())

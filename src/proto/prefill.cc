@@ -13,6 +13,7 @@ namespace kvferry::proto {
 PrefillManager::PrefillManager(PrefillSelf self, const Settings& settings, Ports ports)
     : self_(std::move(self)),
       pool_pages_(plan::page_limit(self_.layout)),
+      kinds_(plan::kinds_of(self_.layout)),
       settings_(settings),
       ports_(ports) {}
 
@@ -115,7 +116,8 @@ Status PrefillManager::init(UseId id, std::uint64_t pages, std::uint32_t aux_row
   return {};
 }
 
-Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId ready, Time now) {
+Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId ready, Time now,
+                            const std::vector<StateItems>& states) {
   Use* use = find(id);
   if (use == nullptr) return Status(Code::kNotFound, "the room was cleared");
   if (is_terminal(use->view.state))
@@ -139,7 +141,17 @@ Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId read
   }
   if (use->last_queued) return {};  // an empty trailer
   const bool last = use->pages_queued + pages.size() == *use->pages_total;
+  if (!last && !states.empty()) {
+    return Status(
+        Code::kInvalidArgument,
+        fmt::format("{}: state goes with the last chunk, this one ends at page {} of {}",
+                    room_text(use->room), use->pages_queued + pages.size(), *use->pages_total));
+  }
   if (pages.empty() && !last) return {};
+  auto lists = plan::state_lists(self_.layout, states, settings_.pages_per_room_max);
+  if (!lists.ok())
+    return Status(lists.status().code(),
+                  fmt::format("{}: {}", room_text(use->room), lists.status().message()));
   if (use->chunks.size() >= settings_.chunks_per_room_max) {
     return Status(Code::kExhausted, fmt::format("{}: {} chunks wait (chunks_per_room_max)",
                                                 room_text(use->room), use->chunks.size()));
@@ -151,6 +163,7 @@ Status PrefillManager::send(UseId id, std::vector<PageIndex> pages, ReadyId read
               .is_ready = ready == ReadyId{}};
   use->pages_queued += chunk.pages.size();
   use->last_queued = last;
+  if (last) use->states = std::move(*lists);
   if (!chunk.is_ready) ready_[ready] = id;
   use->chunks.push_back(std::move(chunk));
   touch(id, *use, now);
@@ -285,7 +298,8 @@ Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Desti
     begin = std::max(begin, part.begin);
     end = std::max(begin, std::min(end, part.end));
   }
-  if (begin < end) {
+  const plan::Shares writes = peer.is_native() ? to.metadata.writes : foreign_.at(peer.name).writes;
+  if (begin < end && (writes & plan::kKvShare) != 0) {
     const auto source = std::span(chunk.pages).subspan(begin - chunk.begin, end - begin);
     const auto target = std::span(to.metadata.pages).subspan(begin, end - begin);
     auto runs = plan::make_runs(source, target);
@@ -294,11 +308,35 @@ Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Desti
                     fmt::format("{}: {}", room_text(use.room), runs.status().message()));
     if (!lanes->kv.empty()) plan.push_back({lanes->kv, std::move(*runs)});
   }
+  if (chunk.last) {
+    const auto states = states_of(peer, to.metadata);
+    Status status = states.status();
+    if (status.ok())
+      status = plan::plan_states(*lanes, writes, use.states, *states, "this prefill rank",
+                                 describe_peer(peer), plan);
+    if (!status.ok())
+      return Status(status.code(), fmt::format("{}: {}", room_text(use.room), status.message()));
+  }
   if (chunk.last && to.metadata.aux_row && to.metadata.writes_aux && !lanes->aux.empty() &&
       (peer.is_native() || !settings_.aux_over_control)) {
     plan.push_back({lanes->aux, {Run{use.aux_row, *to.metadata.aux_row, 1}}});
   }
   return {};
+}
+
+// What a decode rank announced, by kind: a foreign one does not say which list is of which.
+Result<plan::StateLists> PrefillManager::states_of(const PeerKey& peer,
+                                                   const wire::Metadata& metadata) const {
+  plan::StateLists lists;
+  const std::size_t known = peer.is_native() ? kStateKinds : kinds_.size();
+  if (metadata.states.size() > known) {
+    return Status(Code::kRefused,
+                  fmt::format("{} announced state of {} kinds, here are pools of {}",
+                              describe_peer(peer), metadata.states.size(), known));
+  }
+  for (std::size_t i = 0; i < metadata.states.size(); ++i)
+    lists.at(peer.is_native() ? i : static_cast<std::size_t>(kinds_[i])) = metadata.states[i];
+  return lists;
 }
 
 bool PrefillManager::dispatch_chunk(UseId id, Use& use, const Chunk& chunk, Time now) {

@@ -68,9 +68,10 @@ class PrefillManager {
   Result<UseId> open(RoomId room, const SenderOptions& options, Time now);
   // Announces how many pages will be sent and which aux row goes with the last of them.
   Status init(UseId use, std::uint64_t pages, std::uint32_t aux_row, Time now);
-  // Adds the next pages. The chunk that reaches the announced number is the last. Sending more
-  // fails the room.
-  Status send(UseId use, std::vector<PageIndex> pages, ReadyId ready, Time now);
+  // Adds the next pages. The chunk that reaches the announced number is the last, and the one that
+  // state goes with. Sending more fails the room.
+  Status send(UseId use, std::vector<PageIndex> pages, ReadyId ready, Time now,
+              const std::vector<StateItems>& states = {});
   void abort(UseId use, Status reason, Time now);
   // The engine has no more interest. A room that has not ended is aborted. The number is free at
   // once.
@@ -129,6 +130,7 @@ class PrefillManager {
     std::set<WriteId> writes;  // in flight
     std::optional<std::uint64_t> pages_total;
     std::uint32_t aux_row = 0;
+    plan::StateLists states;  // of the last chunk
     std::uint64_t pages_queued = 0;
     std::deque<Chunk> chunks;
     bool last_queued = false, last_dispatched = false;
@@ -154,6 +156,7 @@ class PrefillManager {
   struct ForeignSession {
     Address reply;
     plan::PairLanes lanes;
+    plan::Shares writes = plan::kAllShares;
     wire::Dialect dialect = wire::Dialect::kUnknown;
     Status refusal;  // not ok: the pair does not fit; its rooms fail with this
   };
@@ -166,6 +169,7 @@ class PrefillManager {
   void on_native(const wire::NativeFrame& frame, Time now);
   void on_register_native(const wire::NativeFrame& frame, const wire::Register& message, Time now);
   void on_register_foreign(const wire::Register& message, Time now);
+  [[nodiscard]] plan::Shares foreign_shares(const wire::Register& message) const;
   void on_metadata(const PeerKey& peer, wire::Metadata metadata, Time now);
   void on_abort(const PeerKey& peer, const Address& reply, const wire::Abort& message, Time now);
   void end_session(Token session, Status reason, bool tell, Time now);
@@ -186,10 +190,13 @@ class PrefillManager {
   [[nodiscard]] bool may_write(const PeerKey& peer, Time now) const;
   [[nodiscard]] std::string describe_peer(const PeerKey& peer) const;
   [[nodiscard]] const plan::PairLanes* lanes_of(const PeerKey& peer) const;
+  [[nodiscard]] Result<plan::StateLists> states_of(const PeerKey& peer,
+                                                   const wire::Metadata& metadata) const;
   Use* find(UseId id);
 
   const PrefillSelf self_;
   const std::uint32_t pool_pages_;
+  const std::vector<StateKind> kinds_;  // of our state, in the reference's order
   const Settings& settings_;
   Ports ports_;
   Counters counters_;

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "src/base/mark.h"
+#include "src/plan/components.h"
 #include "src/plan/positional.h"
 #include "src/proto/text.h"
 
@@ -235,6 +236,17 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
   if (session.refusal.ok()) {
     auto layout = plan::layout_from_lists(context, lists);
     if (layout.ok()) {
+      const plan::PositionalState states{.pointers = m.pools.state_pointers,
+                                         .item_lengths = m.pools.state_item_lengths,
+                                         .layer_ids = m.pools.state_layer_ids,
+                                         .tp_rank = m.tp_rank,
+                                         .tp_size = m.tp_size};
+      session.refusal = plan::add_state_from_lists(self_.layout, self_.place, self_.attention,
+                                                   states, "decode " + m.session_name, *layout);
+    }
+    if (!layout.ok()) {
+      session.refusal = layout.status();
+    } else if (session.refusal.ok()) {
       auto lanes = plan::pair_lanes(self_.layout, *layout, "prefill " + self_.control.host_port(),
                                     "decode " + m.session_name);
       if (lanes.ok()) {
@@ -242,9 +254,8 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
       } else {
         session.refusal = lanes.status();
       }
-    } else {
-      session.refusal = layout.status();
     }
+    session.writes = foreign_shares(m);
   }
   if (!session.refusal.ok())
     ports_.trace.trace(Severity::kError, fmt::format("decode {} refused: {}", m.session_name,
@@ -272,6 +283,22 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
     for (auto& [room, pending] : pending_) pending.metadata.erase(peer);
   }
   dispatch_peer_rooms(peer, now);
+}
+
+// What the reference's ranks send of a model: state only from the first CP rank, unless layers are
+// split over them; of a hybrid with more prefill than decode ranks, what is the same on all ranks
+// from the first of each group alone.
+plan::Shares PrefillManager::foreign_shares(const wire::Register& m) const {
+  plan::Shares shares = plan::kAllShares;
+  if (self_.place.cp_rank != 0 && !self_.layer_split) shares &= plan::kKvShare;
+  const std::uint32_t group = m.tp_size == 0 ? 1 : self_.place.tp_size / m.tp_size;
+  if (self_.attention.hybrid_mla && group > 1 && self_.place.tp_rank % group != 0) {
+    shares &= ~plan::kKvShare;
+    for (const StateKind kind : kinds_) {
+      if (plan::row_of(kind).sharding == plan::Sharding::kNone) shares &= ~plan::share_of(kind);
+    }
+  }
+  return shares;
 }
 
 void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, Time now) {

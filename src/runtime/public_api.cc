@@ -165,12 +165,18 @@ Status Sender::init(std::uint64_t pages, std::uint32_t aux_row) {
 }
 
 Status Sender::send(std::span<const PageIndex> pages, int ready_fd) {
+  return send(pages, {}, ready_fd);
+}
+
+Status Sender::send(std::span<const PageIndex> pages, std::span<const StateItems> states,
+                    int ready_fd) {
   if (cell_ == nullptr) return Status(Code::kInvalidArgument, "an empty handle");
   KVF_RETURN_IF_ERROR(check_pages(*cell_, pages));
   return post_to(cell_, [cell = cell_, list = std::vector<PageIndex>(pages.begin(), pages.end()),
+                         owned = std::vector<StateItems>(states.begin(), states.end()),
                          ready_fd](Endpoint& endpoint, Time now) {
     const proto::ReadyId ready = ready_fd >= 0 ? endpoint.next_ready() : proto::ReadyId{};
-    const Status status = prefill(endpoint).send(use_of(*cell), list, ready, now);
+    const Status status = prefill(endpoint).send(use_of(*cell), list, ready, now, owned);
     if (!status.ok()) {
       prefill(endpoint).abort(use_of(*cell), status, now);
     } else if (ready_fd >= 0) {
@@ -228,12 +234,15 @@ Status Receiver::init(std::optional<std::uint32_t> prefill_dp_rank) {
 }
 
 Status Receiver::send_metadata(std::span<const PageIndex> pages,
-                               std::optional<std::uint32_t> aux_row, std::uint64_t prefix_tokens) {
+                               std::optional<std::uint32_t> aux_row, std::uint64_t prefix_tokens,
+                               std::span<const StateItems> states) {
   if (cell_ == nullptr) return Status(Code::kInvalidArgument, "an empty handle");
   KVF_RETURN_IF_ERROR(check_pages(*cell_, pages));
   return post_to(
-      cell_, [cell = cell_,
-              metadata = proto::RoomMetadata{{pages.begin(), pages.end()}, aux_row, prefix_tokens}](
+      cell_, [cell = cell_, metadata = proto::RoomMetadata{{pages.begin(), pages.end()},
+                                                           aux_row,
+                                                           prefix_tokens,
+                                                           {states.begin(), states.end()}}](
                  Endpoint& endpoint, Time now) {
         if (const Status status = decode(endpoint).send_metadata(use_of(*cell), metadata, now);
             !status.ok())

@@ -21,6 +21,7 @@ inline constexpr const char* kRequiredMarks[] = {
     "a prefill rank fell silent",
     "a rank was missing from the instance's snapshot",
     "a registration was sent again",
+    "a model had state",
     "a native rank was elected not to write",
     "a room message came after the room had ended",
     "a room message came without a registration",

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 
 #include <fmt/format.h>
 
+#include "src/plan/components.h"
 #include "src/plan/planner.h"
 #include "src/plan/ranks.h"
 
@@ -170,6 +172,7 @@ void World::draw() {
   // Reference peers know one item length for all pools: K and V must agree there.
   if (!native_ && !geometry_.attention.mla) geometry_.value_head_bytes = geometry_.key_head_bytes;
   geometry_.aux_bytes = {8, 16};
+  draw_state();
   page_tokens_ = pick({1, 2, 4});
   pool_pages_ = pick({12, 24});
   aux_rows_ = 6;
@@ -214,9 +217,30 @@ void World::draw() {
   act_one_ = ms(3000, 5000);
   rooms_wanted_ = static_cast<std::uint32_t>(random_.between(24, 48));
   log(fmt::format(
-      "draw codec={} prefill tp={} pp={} dp={} decode tp={} pp={} x{} heads={} mla={} pages={}x{}",
+      "draw codec={} prefill tp={} pp={} dp={} decode tp={} pp={} x{} heads={} mla={} states={} "
+      "pages={}x{}",
       native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_, d_pp_, d_instances_,
-      geometry_.kv_heads, geometry_.attention.mla, pool_pages_, page_tokens_));
+      geometry_.kv_heads, geometry_.attention.mla, geometry_.states.size(), pool_pages_,
+      page_tokens_));
+}
+
+// Hybrid models. Reference peers send no layer numbers here: one stage only.
+void World::draw_state() {
+  if (!random_.chance(35) || (!native_ && p_pp_ > 1)) return;
+  KVF_REACHED("a model had state");
+  const auto bytes = [&] { return static_cast<std::uint32_t>(random_.between(2, 5)); };
+  if (random_.chance(60)) {
+    geometry_.states.push_back({Component::kMambaConv, {0}, {4, 4, 8}, bytes(), DType::kUnknown});
+    geometry_.states.push_back({Component::kMambaTemporal, {0}, {4}, bytes(), DType::kUnknown});
+    geometry_.attention.hybrid_mla = geometry_.attention.mla;
+  }
+  if (geometry_.attention.mla && random_.chance(60))
+    geometry_.states.push_back({Component::kIndex, {0, 1}, {}, bytes(), DType::kUnknown});
+  // Heads of a window are cut as those of the cache are; reference peers need equal sizes for that.
+  if (!geometry_.attention.mla && random_.chance(60) && (native_ || p_tp_ == d_tp_)) {
+    for (const Component component : {Component::kSlidingKey, Component::kSlidingValue})
+      geometry_.states.push_back({component, {1}, {geometry_.kv_heads}, bytes(), DType::kUnknown});
+  }
 }
 
 void World::build() {
@@ -597,19 +621,11 @@ void World::lend_pages(std::uint64_t sequence, std::uint32_t number, proto::UseI
   node.free_rows.pop_back();
   node.row_owner[part.aux_row] = sequence;
   part.holds = true;
-  for (const Slab& slab : node.layout.slabs) {
-    const auto poison = [&](std::uint64_t item) {
-      std::memset(reinterpret_cast<void*>(slab.base + item * slab.item_stride), kPoison,
-                  slab.item_bytes);
-    };
-    if (slab.component == Component::kAux) {
-      poison(part.aux_row);
-    } else {
-      for (const PageIndex page : part.pages) poison(static_cast<std::uint64_t>(page));
-    }
-  }
+  overwrite(node, part, kPoison);
   const Status sent = node.decode_manager->send_metadata(
-      use, {part.pages, part.aux_row, std::uint64_t{room.prefix_pages} * page_tokens_},
+      use,
+      {part.pages, part.aux_row, std::uint64_t{room.prefix_pages} * page_tokens_,
+       states_of(node, part)},
       queue_.now());
   if (!sent.ok()) release(node, part);
   after_input(node);
@@ -667,11 +683,12 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
   const std::uint64_t begin = part.sent;
   part.sent += count;
   const bool last = part.sent == room.pages;
+  const std::vector<StateItems> states = last ? states_of(node, part) : std::vector<StateItems>{};
   if (ready_events_ && random_.chance(40)) {
     // The producer is late: what lies in the pages before its event must not be sent.
     KVF_REACHED("a chunk waited for its producer");
     const proto::ReadyId ready{(static_cast<std::uint64_t>(use) << 16) + begin + 1};
-    (void)node.prefill_manager->send(use, pages, ready, queue_.now());
+    (void)node.prefill_manager->send(use, pages, ready, queue_.now(), states);
     on_node(number, node.life, ms(1, 30), [this, use, begin, count, ready](Node& n) {
       const auto p = n.parts.find(use);
       if (p != n.parts.end() && p->second.holds) fill_source(n, p->second, begin, count);
@@ -680,62 +697,78 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
     });
   } else {
     fill_source(node, part, begin, count);
-    (void)node.prefill_manager->send(use, pages, proto::ReadyId{}, queue_.now());
+    (void)node.prefill_manager->send(use, pages, proto::ReadyId{}, queue_.now(), states);
   }
   after_input(node);
   if (!last) later(ms(0, 25));
 }
 
-void World::fill_source(Node& node, const Part& part, std::uint64_t begin, std::uint64_t count) {
-  for (const Slab& slab : node.layout.slabs) {
-    if (slab.component == Component::kAux) {
-      auto* row = reinterpret_cast<std::uint8_t*>(slab.base + part.aux_row * slab.item_stride);
-      for (std::uint32_t b = 0; b < slab.item_bytes; ++b)
-        row[b] = pattern(part.room, slab.component, slab.layer, 0, 0, b);
-      continue;
+// The items that a room owns of a pool: its pages, or the row or slot that it was given.
+bool World::is_one(const Slab& slab) {
+  const auto kind = state_of(slab.component);
+  return slab.component == Component::kAux ||
+         (kind && plan::row_of(*kind).pairing != plan::Pairing::kPages);
+}
+
+std::vector<PageIndex> World::items_of(const Slab& slab, const Part& part) {
+  return is_one(slab) ? std::vector<PageIndex>{static_cast<PageIndex>(part.aux_row)} : part.pages;
+}
+
+// Its state, as the engines name it.
+std::vector<StateItems> World::states_of(const Node& node, const Part& part) {
+  std::vector<StateItems> states;
+  for (const StateKind kind : plan::kinds_of(node.layout)) {
+    for (const Slab& slab : node.layout.slabs) {
+      if (state_of(slab.component) != kind) continue;
+      states.push_back({kind, items_of(slab, part)});
+      break;
     }
-    for (std::uint64_t i = begin; i < begin + count; ++i) {
+  }
+  return states;
+}
+
+// Every byte that a room owns of pages [begin, end) and of what has no pages, and what belongs
+// there.
+void World::for_bytes(const Node& node, const Part& part, std::uint64_t begin, std::uint64_t end,
+                      const std::function<void(std::uint8_t&, std::uint8_t)>& visit) const {
+  for (const Slab& slab : node.layout.slabs) {
+    const std::vector<PageIndex> items = items_of(slab, part);
+    const bool paged = !is_one(slab);
+    for (std::uint64_t i = paged ? begin : 0; i < (paged ? end : items.size()); ++i) {
       for (std::uint32_t t = 0; t < slab.rows_per_item; ++t) {
         for (std::uint32_t h = 0; h < slab.head_count; ++h) {
           auto* at = reinterpret_cast<std::uint8_t*>(
-              slab.base + static_cast<std::uint64_t>(part.pages[i]) * slab.item_stride +
+              slab.base + static_cast<std::uint64_t>(items[i]) * slab.item_stride +
               t * slab.row_stride + h * slab.head_stride);
           for (std::uint32_t b = 0; b < slab.head_bytes; ++b)
-            at[b] = pattern(part.room, slab.component, slab.layer, slab.head_begin + h,
-                            i * page_tokens_ + t, b);
+            visit(at[b], pattern(part.room, slab.component, slab.layer, slab.head_begin + h,
+                                 i * page_tokens_ + t, b));
         }
       }
     }
   }
 }
 
+void World::overwrite(const Node& node, const Part& part, int value) {
+  for (const Slab& slab : node.layout.slabs) {
+    for (const PageIndex item : items_of(slab, part))
+      std::memset(
+          reinterpret_cast<void*>(slab.base + static_cast<std::uint64_t>(item) * slab.item_stride),
+          value, slab.item_bytes);
+  }
+}
+
+void World::fill_source(Node& node, const Part& part, std::uint64_t begin, std::uint64_t count) {
+  for_bytes(node, part, begin, begin + count,
+            [](std::uint8_t& at, std::uint8_t value) { at = value; });
+}
+
 void World::verify_target(Node& node, const Part& part) {
   std::uint64_t wrong = 0, bytes = 0;
-  for (const Slab& slab : node.layout.slabs) {
-    if (slab.component == Component::kAux) {
-      const auto* row =
-          reinterpret_cast<const std::uint8_t*>(slab.base + part.aux_row * slab.item_stride);
-      for (std::uint32_t b = 0; b < slab.item_bytes; ++b)
-        wrong += row[b] != pattern(part.room, slab.component, slab.layer, 0, 0, b) ? 1 : 0;
-      bytes += slab.item_bytes;
-      continue;
-    }
-    for (std::size_t i = 0; i < part.pages.size(); ++i) {
-      for (std::uint32_t t = 0; t < slab.rows_per_item; ++t) {
-        for (std::uint32_t h = 0; h < slab.head_count; ++h) {
-          const auto* at = reinterpret_cast<const std::uint8_t*>(
-              slab.base + static_cast<std::uint64_t>(part.pages[i]) * slab.item_stride +
-              t * slab.row_stride + h * slab.head_stride);
-          for (std::uint32_t b = 0; b < slab.head_bytes; ++b)
-            wrong += at[b] != pattern(part.room, slab.component, slab.layer, slab.head_begin + h,
-                                      i * page_tokens_ + t, b)
-                         ? 1
-                         : 0;
-          bytes += slab.head_bytes;
-        }
-      }
-    }
-  }
+  for_bytes(node, part, 0, part.pages.size(), [&](std::uint8_t& at, std::uint8_t value) {
+    wrong += at != value ? 1 : 0;
+    ++bytes;
+  });
   report_.bytes += bytes;
   if (wrong > 0)
     violation(fmt::format("{}: room {} says Success with {} of {} bytes wrong", node.host,
@@ -753,17 +786,7 @@ void World::release(Node& node, Part& part) {
   node.row_owner.erase(part.aux_row);
   // Whoever gets them writes at once: a late reader would see it.
   if (!node.prefill) return;
-  for (const Slab& slab : node.layout.slabs) {
-    if (slab.component == Component::kAux) {
-      std::memset(reinterpret_cast<void*>(slab.base + part.aux_row * slab.item_stride), 0xDD,
-                  slab.item_bytes);
-    } else {
-      for (const PageIndex page : part.pages)
-        std::memset(reinterpret_cast<void*>(slab.base +
-                                            static_cast<std::uint64_t>(page) * slab.item_stride),
-                    0xDD, slab.item_bytes);
-    }
-  }
+  overwrite(node, part, 0xDD);
 }
 
 void World::on_room(std::uint32_t number, std::uint64_t life, proto::UseId use,
@@ -813,14 +836,15 @@ void World::on_land(const std::string& from_host, std::uint64_t from_life, std::
     if (part != from.parts.end()) room = part->second.room;
   }
   for (const Slab& slab : to.layout.slabs) {
-    if (address < slab.base || address >= slab.base + slab.item_stride * slab.item_count) continue;
+    const std::uint64_t end =
+        slab.base + slab.item_stride * (slab.item_count - 1) + slab.item_bytes;
+    if (address < slab.base || address >= end) continue;
     const std::uint64_t item = (address - slab.base) / slab.item_stride;
-    if ((address + bytes - 1 - slab.base) / slab.item_stride != item &&
-        slab.component == Component::kAux)
-      violation("a piece crosses aux rows");
+    if ((address + bytes - 1 - slab.base) / slab.item_stride != item && is_one(slab))
+      violation("a piece crosses rows");
     for (std::uint64_t i = item; i <= (address + bytes - 1 - slab.base) / slab.item_stride; ++i) {
       std::optional<std::uint64_t> owner;
-      if (slab.component == Component::kAux) {
+      if (is_one(slab)) {
         const auto it = to.row_owner.find(static_cast<std::uint32_t>(i));
         if (it != to.row_owner.end()) owner = it->second;
       } else {

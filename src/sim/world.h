@@ -12,6 +12,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -87,6 +88,13 @@ class World {
               proto::HttpResponse response, Duration delay);
   void on_land(const std::string& from_host, std::uint64_t from_life, std::uint64_t flow,
                const std::string& to_host, std::uint64_t address, std::uint64_t bytes);
+  static bool is_one(const Slab& slab);
+  static std::vector<PageIndex> items_of(const Slab& slab, const Part& part);
+  static std::vector<StateItems> states_of(const Node& node, const Part& part);
+  void for_bytes(const Node& node, const Part& part, std::uint64_t begin, std::uint64_t end,
+                 const std::function<void(std::uint8_t&, std::uint8_t)>& visit) const;
+  static void overwrite(const Node& node, const Part& part, int value);
+  void draw_state();
   void fill_source(Node& node, const Part& part, std::uint64_t begin, std::uint64_t count);
   void verify_target(Node& node, const Part& part);
   void check_end();

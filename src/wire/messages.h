@@ -70,6 +70,9 @@ struct Metadata {
   bool dummy = false;                          // nothing to send; the sender's room only has to end
   bool writes_aux = true;  // native: this prefill rank is the elected writer of the aux row
   std::vector<PageIndex> device_pages;  // 0.5.17 and later (sglang)
+  // Native, since version 2: the shares (plan/planner.h) that this prefill rank was elected to
+  // write. `states` is by the kinds' numbers there; in sglang by the order of the rank's pools.
+  std::uint32_t writes = ~std::uint32_t{0};
   friend bool operator==(const Metadata&, const Metadata&) = default;
 };
 
@@ -245,7 +248,7 @@ void describe(M& m, F&& f) {
   f("aux_row", m.aux_row), f("states", m.states),
       f("required_destinations", m.required_destinations);
   f("prefix_tokens", m.prefix_tokens), f("dummy", m.dummy), f("writes_aux", m.writes_aux);
-  f("device_pages", m.device_pages);
+  f("device_pages", m.device_pages), f("writes", m.writes);
 }
 template <class M, class F>
 requires std::is_same_v<std::remove_const_t<M>, Done>

@@ -21,6 +21,8 @@ namespace {
 // Bytes that one connection may move before the others and the commands have their turn.
 constexpr std::size_t kTurnBytes = 128 << 10;
 constexpr std::size_t kEvents = 256;
+// Whatever a target says of its processor, its source moves no more often than so.
+constexpr auto kMovePause = std::chrono::milliseconds(5);
 constexpr int kPipeLooksMax = 8;                   // at pipes, for one at the sockets
 constexpr std::size_t kPatientCommandsMax = 1024;  // that wait for the next waking
 constexpr auto kSmallMemory = std::chrono::milliseconds(10);
@@ -222,11 +224,14 @@ bool Engine::may_sleep() {
   return sleeping_;
 }
 
-Engine::Pipes Engine::look_at_pipes() const {
+Engine::Pipes Engine::look_at_pipes() {
   Pipes pipes = Pipes::kNone;
   for (const auto& c : connections_) {
-    if (c->pipe_ready()) return Pipes::kReady;
-    if (c->pipe) pipes = Pipes::kIdle;
+    if (c->pipe && !c->dead) {
+      keep_apart(*c);
+      pipes = std::max(pipes, Pipes::kIdle);
+    }
+    if (c->pipe_ready()) pipes = Pipes::kReady;
   }
   return pipes;
 }
@@ -494,6 +499,29 @@ bool Engine::Connection::pipe_ready() const {
 void Engine::serve_pipe(Connection& c) {
   if (c.pipe_in) receive_piped(c);
   if (!c.dead) pump(c);
+}
+
+// Schedulers like to run a thread beside the one that woke it. Two ends on one processor wait for
+// each other's time slices, and it may take the scheduler many milliseconds, a whole room's, to see
+// that another processor is idle. So the source moves: for a moment it may not run here.
+void Engine::keep_apart(Connection& c) {
+  const int here = sched_getcpu();
+  c.pipe.say_processor(here);
+  if (!c.outgoing || settings_.shm_apart_after == Duration::zero()) return;
+  if (here < 0 || c.pipe.other_processor() != here) {
+    c.together_since = Time::max();
+    return;
+  }
+  const Time at = now();
+  c.together_since = std::min(c.together_since, at);
+  if (at - c.together_since < settings_.shm_apart_after || at < no_move_before_) return;
+  no_move_before_ = at + kMovePause;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(here, &others);
+  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+  (void)sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 // --- what both ends send

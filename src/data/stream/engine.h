@@ -132,7 +132,8 @@ class Engine {
     // What goes through the socket where both ends share memory, once each end has said Switch.
     Pipe pipe;
     bool pipe_out = false, pipe_in = false;
-    std::size_t socket_left = 0;  // of what waits, goes before the pipe: up to our Switch
+    Time together_since = Time::max();  // that both ends run on one processor
+    std::size_t socket_left = 0;        // of what waits, goes before the pipe: up to our Switch
     [[nodiscard]] bool pipe_ready() const;
     // Outgoing.
     OwnedFd ring_file, pipe_file;
@@ -211,9 +212,10 @@ class Engine {
   static void append_switch(Connection& c);
   static void ring_bell(const Connection& c);
   enum class Pipes { kNone, kIdle, kReady };
-  [[nodiscard]] Pipes look_at_pipes() const;
+  [[nodiscard]] Pipes look_at_pipes();
   bool may_sleep_by_pipes();
   void serve_pipe(Connection& c);
+  void keep_apart(Connection& c);
   void pump(Connection& c);
   bool send_out(Connection& c, std::size_t& moved);
   bool send_piped(Connection& c, std::size_t& moved);
@@ -260,6 +262,7 @@ class Engine {
   Time last_small_{};        // when a small write last began, here or there
   Time no_way_before_{};
   int kept_for_long_ = 0;
+  Time no_move_before_{};
   int looks_ = 0;  // at pipes, since the sockets were looked at
   Spinner spinner_;
   Copier copier_;

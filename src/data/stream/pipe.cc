@@ -41,6 +41,7 @@ struct Pipe::Shared {
   Way ways[2];  // source to target, target to source
   struct alignas(kApart) Sleep {
     std::atomic<std::uint32_t> asleep;
+    std::atomic<std::uint32_t> processor;  // and one; 0: none
   } ends[2];
 };
 
@@ -129,6 +130,18 @@ void Pipe::wake_up() {
   if (!asleep_) return;
   asleep_ = false;
   shared().ends[static_cast<int>(end_)].asleep.store(0, std::memory_order_relaxed);
+}
+
+void Pipe::say_processor(int processor) {
+  if (processor == processor_) return;
+  processor_ = processor;
+  shared().ends[static_cast<int>(end_)].processor.store(static_cast<std::uint32_t>(processor + 1),
+                                                        std::memory_order_relaxed);
+}
+
+int Pipe::other_processor() const {
+  const auto& said = shared().ends[1 - static_cast<int>(end_)].processor;
+  return static_cast<int>(said.load(std::memory_order_relaxed)) - 1;
 }
 
 bool Pipe::must_ring(std::uint32_t least) {

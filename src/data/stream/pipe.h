@@ -39,6 +39,10 @@ class Pipe {
   // it takes if `for_room`. Then look again, and sleep only if there is still nothing.
   void fall_asleep(bool for_room);
   void wake_up();
+  // The processor that this end runs on, or ran on when it fell asleep. The other end's is what it
+  // says: worth a guess about speed, nothing else. -1: not said.
+  void say_processor(int processor);
+  [[nodiscard]] int other_processor() const;
   // After put() and take(): whether the other end sleeps and waits for that. Says so once for each
   // sleep.
   bool must_ring_for_bytes() { return must_ring(kForBytes); }
@@ -58,6 +62,7 @@ class Pipe {
   End end_ = End::kSource;
   std::uint64_t put_ = 0, taken_ = 0;  // by this end
   bool asleep_ = false;                // what this end said last
+  int processor_ = -1;                 // the same
 };
 
 }  // namespace kvferry::data::stream

@@ -1,0 +1,49 @@
+// The registry of what a layout may hold: one row for each component, and one for each kind of
+// state with its rules. A new one is a row here, a number in kvferry/layout.h, and a test.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "kvferry/layout.h"
+#include "kvferry/status.h"
+
+namespace kvferry::plan {
+
+struct ComponentRow {
+  Component component{};
+  std::string_view name;
+  std::optional<StateKind> kind;  // nothing: KV or aux
+};
+std::span<const ComponentRow> component_rows();
+
+// How a source's list of items and a target's are brought together.
+enum class Pairing : std::uint8_t {
+  kOneEach,  // exactly one item on each side
+  kPages,    // pages of the same tokens; one side may have a page more at its end (a sampled token,
+             // padding)
+  kRows,     // the same number; none on both sides: nothing to send
+};
+// How the ranks of a reference instance share the sharded axis, which its lists do not say.
+enum class Sharding : std::uint8_t {
+  kNone,    // all hold the same
+  kBlocks,  // each an equal part of every block
+  kHeads,   // each an equal part of the heads; all the same under MLA
+  kFixed,   // cannot be told: both sides need the same TP size and one stage
+};
+struct StateRow {
+  StateKind kind{};
+  std::string_view name;  // the reference's
+  Pairing pairing{};
+  Sharding sharding{};
+};
+const StateRow& row_of(StateKind kind);
+
+// How many items are copied, the first ones of both lists. kRefused with both counts and names.
+Result<std::size_t> pair_items(StateKind kind, std::size_t source, std::size_t target,
+                               std::string_view source_name, std::string_view target_name);
+
+}  // namespace kvferry::plan
