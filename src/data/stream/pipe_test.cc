@@ -110,6 +110,17 @@ TEST(Pipe, OneRingForEachSleepAndNoneForTheWakeful) {
   EXPECT_FALSE(ends.source.must_ring_for_bytes());
 }
 
+TEST(Pipe, EachEndSaysWhereItRuns) {
+  Ends ends(8);
+  EXPECT_EQ(ends.source.other_processor(), -1);
+  ends.target.say_processor(0);
+  EXPECT_EQ(ends.source.other_processor(), 0);
+  ends.target.say_processor(7);
+  ends.target.fall_asleep(false);
+  EXPECT_EQ(ends.source.other_processor(), 7);
+  EXPECT_EQ(ends.target.other_processor(), -1);
+}
+
 // A lost ring would leave both asleep.
 TEST(Pipe, TwoThatSleepWheneverTheyCanLoseNothing) {
   constexpr std::size_t kBytes = 1 << 20;
