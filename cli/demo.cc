@@ -144,9 +144,11 @@ class Demo {
         geometry_.layers,
         geometry_.attention.mla ? "latent KV" : fmt::format("{} KV heads", geometry_.kv_heads),
         bytes_per_token(geometry_), o_.page_size);
-    fmt::print("prefill tp={} pp={} dp={}  ->  decode tp={} pp={} dp={}, plane {}, codec {}\n",
-               o_.prefill.tp, o_.prefill.pp, o_.prefill.dp, o_.decode.tp, o_.decode.pp,
-               o_.decode.dp, o_.plane, o_.codec);
+    if (!geometry_.states.empty()) print_state();
+    fmt::print(
+        "prefill tp={} pp={} cp={} dp={}  ->  decode tp={} pp={} dp={}, plane {}, codec {}\n",
+        o_.prefill.tp, o_.prefill.pp, o_.prefill.cp, o_.prefill.dp, o_.decode.tp, o_.decode.pp,
+        o_.decode.dp, o_.plane, o_.codec);
     fmt::print("{} requests, token counts divided by {:.4g}, blocks of {} tokens\n",
                workload_.requests.size(), workload_.scale, workload_.block_tokens);
     std::fflush(stdout);
@@ -177,26 +179,70 @@ class Demo {
     bool failed = false;
   };
 
+  void print_state() const {
+    std::string text;
+    for (const plan::StateGeometry& state : geometry_.states)
+      text += fmt::format("{}{} in {} layers", text.empty() ? "" : ", ", to_string(state.component),
+                          state.layers.size());
+    fmt::print("state: {}; KV cache in {} layers\n", text,
+               geometry_.kv_layers.empty() ? geometry_.layers : geometry_.kv_layers.size());
+  }
+
   std::uint64_t pages_of(const Request& request) const {
     return (request.tokens + o_.page_size - 1) / o_.page_size;
   }
 
-  // What one decode rank holds of a token, from the model alone.
-  std::uint64_t rank_token_bytes(std::uint32_t tp, std::uint32_t pp) const {
-    const std::uint64_t layers =
-        geometry_.layers / o_.decode.pp + (pp < geometry_.layers % o_.decode.pp ? 1 : 0);
-    std::uint64_t heads = 1;
-    if (!geometry_.attention.mla && o_.decode.tp <= geometry_.kv_heads)
-      heads = std::uint64_t{tp + 1} * geometry_.kv_heads / o_.decode.tp -
-              std::uint64_t{tp} * geometry_.kv_heads / o_.decode.tp;
-    return layers * heads * (geometry_.key_head_bytes + geometry_.value_head_bytes);
+  // What one decode rank, or all of a group, hold of a request, from the model alone.
+  struct Share {
+    std::uint64_t token = 0;    // of every page: the KV cache, an index over it
+    std::uint64_t window = 0;   // of the pages of a sliding window
+    std::uint64_t request = 0;  // slots and aux rows
+    void add(const Share& other) {
+      token += other.token;
+      window += other.window;
+      request += other.request;
+    }
+  };
+  Share share_of_rank(std::uint32_t tp, std::uint32_t pp) const {
+    const std::uint64_t size = o_.decode.pp, rest = geometry_.layers % size,
+                        each = geometry_.layers / size;
+    const std::uint64_t begin = pp * each + std::min<std::uint64_t>(pp, rest),
+                        end = begin + each + (pp < rest ? 1 : 0);
+    const auto steps = [&](std::uint64_t extent) {  // of an axis that the ranks share
+      if (o_.decode.tp > extent) return std::uint64_t{1};
+      return std::uint64_t{tp + 1} * extent / o_.decode.tp -
+             std::uint64_t{tp} * extent / o_.decode.tp;
+    };
+    Share share;
+    for (std::uint64_t layer = begin; layer < end; ++layer) {
+      const auto is_here = [&](std::uint32_t other) { return other == layer; };
+      if (geometry_.kv_layers.empty() ||
+          std::any_of(geometry_.kv_layers.begin(), geometry_.kv_layers.end(), is_here)) {
+        share.token += (geometry_.attention.mla ? 1 : steps(geometry_.kv_heads)) *
+                       (geometry_.key_head_bytes + geometry_.value_head_bytes);
+      }
+      for (const plan::StateGeometry& state : geometry_.states) {
+        if (std::none_of(state.layers.begin(), state.layers.end(), is_here)) continue;
+        std::uint64_t held = state.blocks.empty() ? 1 : 0;
+        for (const std::uint32_t block : state.blocks) held += steps(block);
+        const bool window = state.component == Component::kSlidingKey ||
+                            state.component == Component::kSlidingValue;
+        const bool index = state.component == Component::kIndex;
+        (window ? share.window : index ? share.token : share.request) += held * state.unit_bytes;
+      }
+    }
+    for (const std::uint32_t bytes : geometry_.aux_bytes) share.request += bytes;
+    return share;
   }
-  std::uint64_t group_token_bytes() const {
-    std::uint64_t total = 0;
+  Share share_of_group() const {
+    Share total;
     for (std::uint32_t tp = 0; tp < o_.decode.tp; ++tp) {
-      for (std::uint32_t pp = 0; pp < o_.decode.pp; ++pp) total += rank_token_bytes(tp, pp);
+      for (std::uint32_t pp = 0; pp < o_.decode.pp; ++pp) total.add(share_of_rank(tp, pp));
     }
     return total;
+  }
+  std::uint64_t window_pages(std::uint64_t pages) const {
+    return std::min<std::uint64_t>(pages, geometry_.sliding_window / o_.page_size + 1);
   }
 
   void size_pools() {
@@ -206,8 +252,10 @@ class Demo {
       all += pages_of(request);
     }
     const std::uint64_t least = largest * o_.concurrency + 8;
+    const Share share = share_of_group();
     const std::uint64_t fits =
-        kPoolBytes / std::max<std::uint64_t>(1, group_token_bytes() * o_.page_size) / o_.decode.dp;
+        kPoolBytes / std::max<std::uint64_t>(1, (share.token + share.window) * o_.page_size) /
+        o_.decode.dp;
     decode_pages_ =
         static_cast<std::uint32_t>(std::min(std::max(least, fits), std::max(least, all + 8)));
     prefill_pages_ = static_cast<std::uint32_t>(least);
@@ -227,7 +275,7 @@ class Demo {
     const auto port = parse_int<std::uint16_t>(line->substr(line->rfind(':') + 1));
     if (!port) return complain("the bootstrap server said: " + *line);
     const auto start = [&](bool prefill, const Cut& cut, std::uint32_t dp, std::uint32_t tp,
-                           std::uint32_t pp) {
+                           std::uint32_t pp, std::uint32_t cp) {
       RankProcess rank{.prefill = prefill,
                        .dp = dp,
                        .tp = tp,
@@ -242,12 +290,9 @@ class Demo {
           {"pp_size", cut.pp},
           {"dp_rank", prefill ? dp : 0},
           {"dp_size", prefill ? cut.dp : 1},
-          {"layers", geometry_.layers},
-          {"mla", geometry_.attention.mla},
-          {"kv_heads", geometry_.kv_heads},
-          {"key_head_bytes", geometry_.key_head_bytes},
-          {"value_head_bytes", geometry_.value_head_bytes},
-          {"aux_bytes", geometry_.aux_bytes},
+          {"cp_rank", cp},
+          {"cp_size", cut.cp},
+          {"geometry", to_json(geometry_)},
           {"page_tokens", o_.page_size},
           {"block_tokens", workload_.block_tokens},
           {"pool_pages", prefill ? prefill_pages_ : decode_pages_},
@@ -263,12 +308,15 @@ class Demo {
     };
     for (std::uint32_t dp = 0; dp < o_.prefill.dp; ++dp) {
       for (std::uint32_t tp = 0; tp < o_.prefill.tp; ++tp) {
-        for (std::uint32_t pp = 0; pp < o_.prefill.pp; ++pp) start(true, o_.prefill, dp, tp, pp);
+        for (std::uint32_t pp = 0; pp < o_.prefill.pp; ++pp) {
+          for (std::uint32_t cp = 0; cp < o_.prefill.cp; ++cp)
+            start(true, o_.prefill, dp, tp, pp, cp);
+        }
       }
     }
     for (std::uint32_t dp = 0; dp < o_.decode.dp; ++dp) {
       for (std::uint32_t tp = 0; tp < o_.decode.tp; ++tp) {
-        for (std::uint32_t pp = 0; pp < o_.decode.pp; ++pp) start(false, o_.decode, dp, tp, pp);
+        for (std::uint32_t pp = 0; pp < o_.decode.pp; ++pp) start(false, o_.decode, dp, tp, pp, 0);
       }
     }
     return pump([this] {
@@ -406,7 +454,7 @@ class Demo {
       decode.give_row(a.decode_row);
       return false;
     }
-    const std::uint32_t senders = o_.prefill.tp * o_.prefill.pp,
+    const std::uint32_t senders = o_.prefill.tp * o_.prefill.pp * o_.prefill.cp,
                         receivers = o_.decode.tp * o_.decode.pp;
     a.waits_prepared = senders + receivers;
     a.waits_sent = senders;
@@ -437,10 +485,10 @@ class Demo {
            content}}.dump());
     });
     // What must arrive, from the model and the request alone.
-    std::uint64_t aux = 0;
-    for (const std::uint32_t bytes : geometry_.aux_bytes) aux += bytes;
-    expected_ += (pages - a.held) * o_.page_size * group_token_bytes() + receivers * aux;
-    skipped_ += a.held * o_.page_size * group_token_bytes();
+    const Share share = share_of_group();
+    expected_ += (pages - a.held) * o_.page_size * share.token +
+                 window_pages(pages - a.held) * o_.page_size * share.window + share.request;
+    skipped_ += a.held * o_.page_size * share.token;
     active_[number] = std::move(a);
     return true;
   }
@@ -635,11 +683,13 @@ Result<Cut> parse_cut(const std::string& text) {
                            ? std::nullopt
                            : parse_int<std::uint32_t>(part.substr(equals + 1));
     const std::string_view name = part.substr(0, equals);
-    if (!value || *value == 0 || *value > 64 || (name != "tp" && name != "pp" && name != "dp")) {
-      return Status(Code::kInvalidArgument,
-                    fmt::format("'{}': expected tp=N, pp=N or dp=N with N from 1 to 64", part));
+    if (!value || *value == 0 || *value > 64 ||
+        (name != "tp" && name != "pp" && name != "dp" && name != "cp")) {
+      return Status(
+          Code::kInvalidArgument,
+          fmt::format("'{}': expected tp=N, pp=N, cp=N or dp=N with N from 1 to 64", part));
     }
-    (name == "tp" ? cut.tp : name == "pp" ? cut.pp : cut.dp) = *value;
+    (name == "tp" ? cut.tp : name == "pp" ? cut.pp : name == "cp" ? cut.cp : cut.dp) = *value;
   }
   return cut;
 }
@@ -657,14 +707,20 @@ int run_demo(const DemoOptions& options) {
   if (options.plane == "shm" && options.codec != "native")
     return usage(Status(Code::kInvalidArgument,
                         "plane shm reaches native ranks only; codec sglang needs tcp or auto"));
-  const auto mapping = plan::map_ranks(
-      {.tp_rank = 0, .tp_size = options.decode.tp, .pp_rank = 0, .pp_size = options.decode.pp},
-      geometry->attention,
-      {.tp_size = options.prefill.tp,
-       .pp_size = options.prefill.pp,
-       .cp_size = 1,
-       .dp_size = options.prefill.dp},
-      false);
+  const RankPlace decode{.tp_rank = 0,
+                         .tp_size = options.decode.tp,
+                         .pp_rank = 0,
+                         .pp_size = options.decode.pp,
+                         .cp_rank = 0,
+                         .cp_size = options.decode.cp};
+  const plan::InstanceShape prefill{.tp_size = options.prefill.tp,
+                                    .pp_size = options.prefill.pp,
+                                    .cp_size = options.prefill.cp,
+                                    .dp_size = options.prefill.dp};
+  const auto mapping =
+      options.codec == "native"
+          ? plan::map_native_ranks(decode, geometry->attention, geometry->kv_heads, prefill, false)
+          : plan::map_ranks(decode, geometry->attention, prefill, false);
   if (!mapping.ok()) return usage(mapping.status());
   if (options.prefill.pp > geometry->layers || options.decode.pp > geometry->layers)
     return usage(Status(Code::kInvalidArgument,
@@ -672,7 +728,7 @@ int run_demo(const DemoOptions& options) {
   std::uint64_t copies = 1;  // decode ranks that hold the same bytes
   if (geometry->attention.mla) copies = options.decode.tp;
   if (!geometry->attention.mla && options.decode.tp > geometry->kv_heads)
-    copies = options.decode.tp / geometry->kv_heads;
+    copies = (options.decode.tp + geometry->kv_heads - 1) / geometry->kv_heads;
   auto workload = make_workload({.trace = options.trace,
                                  .requests = options.requests,
                                  .tokens = options.tokens,

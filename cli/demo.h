@@ -9,14 +9,14 @@
 namespace kvferry::cli {
 
 struct Cut {
-  std::uint32_t tp = 1, pp = 1, dp = 1;
+  std::uint32_t tp = 1, pp = 1, cp = 1, dp = 1;
 };
-// "tp=2,pp=1,dp=1"; what is not named is 1.
+// "tp=2,pp=1,cp=1,dp=1"; what is not named is 1.
 Result<Cut> parse_cut(const std::string& text);
 
 struct DemoOptions {
   std::string model = "llama-3.1-8b";
-  Cut prefill{.tp = 2, .pp = 1, .dp = 1}, decode{.tp = 4, .pp = 1, .dp = 1};
+  Cut prefill{.tp = 2, .pp = 1, .cp = 1, .dp = 1}, decode{.tp = 4, .pp = 1, .cp = 1, .dp = 1};
   std::string plane = "auto", codec = "native";
   std::uint32_t page_size = 16;
   std::string trace;

@@ -15,10 +15,12 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "cli/models.h"
 #include "cli/pattern.h"
 #include "cli/workload.h"
 #include "kvferry/endpoint.h"
 #include "kvferry/memory.h"
+#include "src/plan/components.h"
 #include "src/plan/geometry.h"
 
 namespace kvferry::cli {
@@ -87,16 +89,11 @@ class Rank {
               .tp_size = config["tp_size"],
               .pp_rank = config["pp_rank"],
               .pp_size = config["pp_size"],
-              .cp_rank = 0,
-              .cp_size = 1,
+              .cp_rank = config["cp_rank"],
+              .cp_size = config["cp_size"],
               .dp_rank = config["dp_rank"],
               .dp_size = config["dp_size"]};
-    geometry_.layers = config["layers"];
-    geometry_.attention.mla = config["mla"];
-    geometry_.kv_heads = config["kv_heads"];
-    geometry_.key_head_bytes = config["key_head_bytes"];
-    geometry_.value_head_bytes = config["value_head_bytes"];
-    geometry_.aux_bytes = config["aux_bytes"].get<std::vector<std::uint32_t>>();
+    geometry_ = geometry_from_json(config["geometry"]);
     page_tokens_ = config["page_tokens"];
     block_tokens_ = config["block_tokens"];
     sabotage_ = config["sabotage"];
@@ -121,6 +118,7 @@ class Rank {
       o.place = place_;
       o.layout = layout_;
       o.mla = geometry_.attention.mla;
+      o.hybrid_mla = geometry_.attention.hybrid_mla;
       o.total_kv_heads = geometry_.kv_heads;
       o.native = config["codec"] == "native";
       const std::string plane = config["plane"];
@@ -177,13 +175,15 @@ class Rank {
       own_work_ += thread_cpu() - before;
       say({{"ev", "filled"}, {"req", job.number}});
     } else if (what == "go") {
-      Job& job = jobs_.at(c["req"]);
+      const auto it = jobs_.find(c["req"]);
+      if (it == jobs_.end()) return;  // it has failed before
+      Job& job = it->second;
       // As an engine with chunked prefill does: the first half, then the rest.
       const std::size_t half = job.pages.size() / 2;
       const std::span<const PageIndex> pages(job.pages);
       Status status;
       if (half > 0) status = job.sender.send(pages.first(half));
-      if (status.ok()) status = job.sender.send(pages.subspan(half));
+      if (status.ok()) status = job.sender.send(pages.subspan(half), states_of(job));
       if (!status.ok()) job.sender.abort(status.to_string());
     } else if (what == "lend") {
       Job& job = new_job(c);
@@ -193,8 +193,8 @@ class Rank {
       (void)job.receiver.init();
       const std::span<const PageIndex> lent =
           std::span<const PageIndex>(job.pages).subspan(job.new_begin);
-      if (const Status status =
-              job.receiver.send_metadata(lent, job.aux_row, job.new_begin * page_tokens_);
+      if (const Status status = job.receiver.send_metadata(
+              lent, job.aux_row, job.new_begin * page_tokens_, states_of(job));
           !status.ok())
         job.receiver.abort(status.to_string());
       say({{"ev", "lent"}, {"req", job.number}});
@@ -203,7 +203,7 @@ class Rank {
       for (const PageIndex page : c["pages"].get<std::vector<PageIndex>>()) {
         owned_.erase(page);
         for (const Slab& slab : layout_.slabs) {
-          if (slab.component != Component::kAux)
+          if (is_paged(slab))
             std::memset(reinterpret_cast<void*>(slab.base + static_cast<std::uint64_t>(page) *
                                                                 slab.item_stride),
                         kPoison, slab.item_bytes);
@@ -252,25 +252,66 @@ class Rank {
                                                          job.request.block_ids.size() - 1)];
   }
 
+  static bool is_paged(const Slab& slab) {
+    const auto kind = state_of(slab.component);
+    return slab.component != Component::kAux &&
+           (!kind || plan::row_of(*kind).pairing == plan::Pairing::kPages);
+  }
+
+  // The pages of a job that are moved: those that are not held already.
+  static std::span<const PageIndex> moved_pages(const Job& job) {
+    return std::span(job.pages).subspan(job.new_begin);
+  }
+  // How many of its last moved pages a sliding window can still look into.
+  std::size_t window_pages(const Job& job) const {
+    return std::min<std::size_t>(moved_pages(job).size(),
+                                 geometry_.sliding_window / page_tokens_ + 1);
+  }
+
+  // What the request owns beside its pages: a window or an index over them, the slot with the
+  // number of its aux row.
+  std::vector<StateItems> states_of(const Job& job) const {
+    std::vector<StateItems> states;
+    for (const StateKind kind : plan::kinds_of(layout_)) {
+      const auto pages = moved_pages(job);
+      const auto tail = pages.last(window_pages(job));
+      if (plan::row_of(kind).pairing != plan::Pairing::kPages) {
+        states.push_back({kind, {static_cast<PageIndex>(job.aux_row)}});
+      } else if (kind == StateKind::kSlidingWindow) {
+        states.push_back({kind, {tail.begin(), tail.end()}});
+      } else {
+        states.push_back({kind, {pages.begin(), pages.end()}});
+      }
+    }
+    return states;
+  }
+
   // Visits every piece of the job's memory: f(address, bytes, what belongs there). `first_page` is
   // the prompt's page of pages[0].
   template <class F>
   void for_each(const Job& job, std::uint64_t first_page, F f) {
     for (const Slab& slab : layout_.slabs) {
       const auto kind = static_cast<std::uint32_t>(slab.component);
-      if (slab.component == Component::kAux) {
-        f(reinterpret_cast<std::uint8_t*>(slab.base + job.aux_row * slab.item_stride),
-          slab.item_bytes, PatternPlace{0x5EED0000ULL + job.number, kAuxKind, slab.layer, 0, 0});
+      const auto at = [&](std::uint64_t item, std::uint32_t row, std::uint32_t head) {
+        return reinterpret_cast<std::uint8_t*>(slab.base + item * slab.item_stride +
+                                               row * slab.row_stride + head * slab.head_stride);
+      };
+      if (!is_paged(slab)) {
+        const std::uint32_t word = slab.component == Component::kAux ? kAuxKind : kind;
+        for (std::uint32_t h = 0; h < slab.head_count; ++h) {
+          f(at(job.aux_row, 0, h), slab.head_bytes,
+            PatternPlace{0x5EED0000ULL + job.number, word, slab.layer, slab.head_begin + h, 0});
+        }
         continue;
       }
-      for (std::size_t i = 0; i < job.pages.size(); ++i) {
-        auto* page = reinterpret_cast<std::uint8_t*>(
-            slab.base + static_cast<std::uint64_t>(job.pages[i]) * slab.item_stride);
+      const bool window = state_of(slab.component) == StateKind::kSlidingWindow;
+      for (std::size_t i = window ? job.pages.size() - window_pages(job) : 0; i < job.pages.size();
+           ++i) {
         for (std::uint32_t row = 0; row < slab.rows_per_item; ++row) {
           const std::uint64_t token = (first_page + i) * page_tokens_ + row;
           const std::uint64_t content = content_of(job, token);
           for (std::uint32_t h = 0; h < slab.head_count; ++h) {
-            f(page + row * slab.row_stride + h * slab.head_stride, slab.head_bytes,
+            f(at(static_cast<std::uint64_t>(job.pages[i]), row, h), slab.head_bytes,
               PatternPlace{content, kind, slab.layer, slab.head_begin + h, token});
           }
         }
@@ -313,7 +354,7 @@ class Rank {
       });
     }
     for (const Slab& slab : layout_.slabs) {
-      if (slab.component == Component::kAux)
+      if (!is_paged(slab))
         std::memset(reinterpret_cast<void*>(slab.base + job.aux_row * slab.item_stride), kPoison,
                     slab.item_bytes);
     }
@@ -357,15 +398,15 @@ class Rank {
       };
       std::uint64_t end_of_last = reinterpret_cast<std::uint64_t>(memory_);
       for (const Slab& slab : layout_.slabs) {
-        scan(reinterpret_cast<const std::uint8_t*>(end_of_last),
-             slab.base - end_of_last);  // between the pools
+        if (slab.base > end_of_last)  // between the pools
+          scan(reinterpret_cast<const std::uint8_t*>(end_of_last), slab.base - end_of_last);
         for (std::uint32_t item = 0; item < slab.item_count; ++item) {
-          if (slab.component != Component::kAux && owned_.contains(static_cast<PageIndex>(item)))
-            continue;
+          if (is_paged(slab) && owned_.contains(static_cast<PageIndex>(item))) continue;
           scan(reinterpret_cast<const std::uint8_t*>(slab.base + item * slab.item_stride),
                slab.item_bytes);
         }
-        end_of_last = slab.base + slab.item_stride * slab.item_count;
+        end_of_last = std::max(
+            end_of_last, slab.base + slab.item_stride * (slab.item_count - 1) + slab.item_bytes);
       }
       scan(reinterpret_cast<const std::uint8_t*>(end_of_last),
            reinterpret_cast<std::uint64_t>(memory_) + bytes_ - end_of_last);

@@ -1,5 +1,6 @@
 #include "cli/models.h"
 
+#include <algorithm>
 #include <fstream>
 #include <sstream>
 
@@ -37,12 +38,88 @@ plan::Geometry latent(std::string name, std::uint32_t layers, std::uint32_t widt
           .aux_bytes = kAuxBytes};
 }
 
+std::vector<std::uint32_t> layers_where(std::uint32_t layers, const auto& holds) {
+  std::vector<std::uint32_t> which;
+  for (std::uint32_t i = 0; i < layers; ++i) {
+    if (holds(i)) which.push_back(i);
+  }
+  return which;
+}
+
+// Layers of linear attention beside `full`: the tail of a convolution over query, key and value,
+// and a matrix for each value head.
+struct LinearAttention {
+  std::uint32_t key_heads = 0, key_width = 0, value_heads = 0, value_width = 0, kernel = 0;
+};
+void add_linear(plan::Geometry& g, std::vector<std::uint32_t> full, const LinearAttention& a) {
+  const std::vector<std::uint32_t> linear = layers_where(g.layers, [&](std::uint32_t i) {
+    return std::find(full.begin(), full.end(), i) == full.end();
+  });
+  const std::uint32_t element = g.dtype == DType::kFloat32 ? 4 : 2;
+  g.kv_layers = std::move(full);
+  g.states.push_back(
+      {Component::kMambaConv,
+       linear,
+       {a.key_heads * a.key_width, a.key_heads * a.key_width, a.value_heads * a.value_width},
+       (a.kernel - 1) * element,
+       g.dtype});
+  g.states.push_back({Component::kMambaTemporal,
+                      linear,
+                      {a.value_heads},
+                      a.key_width * a.value_width * 4,
+                      DType::kFloat32});
+}
+
+// Layers that look back over `window` tokens beside `full`; their K and V have pools of their own.
+void add_sliding(plan::Geometry& g, std::vector<std::uint32_t> full, std::uint32_t window) {
+  const std::vector<std::uint32_t> sliding = layers_where(g.layers, [&](std::uint32_t i) {
+    return std::find(full.begin(), full.end(), i) == full.end();
+  });
+  g.kv_layers = std::move(full);
+  g.sliding_window = window;
+  g.states.push_back({Component::kSlidingKey, sliding, {g.kv_heads}, g.key_head_bytes, g.dtype});
+  g.states.push_back(
+      {Component::kSlidingValue, sliding, {g.kv_heads}, g.value_head_bytes, g.dtype});
+}
+
+// An index key of 8-bit elements with one scale for each token, in every layer.
+void add_index(plan::Geometry& g, std::uint32_t width) {
+  g.states.push_back({Component::kIndex,
+                      layers_where(g.layers, [](std::uint32_t) { return true; }),
+                      {},
+                      width + 4,
+                      DType::kInt8});
+}
+
+auto every(std::uint32_t nth) {
+  return [nth](std::uint32_t layer) { return (layer + 1) % nth == 0; };
+}
+
+plan::Geometry qwen3_next() {
+  plan::Geometry g = dense("qwen3-next", 48, 2, 256, 2, DType::kBFloat16);
+  add_linear(g, layers_where(48, every(4)), {16, 128, 32, 128, 4});
+  return g;
+}
+plan::Geometry gemma_3() {
+  plan::Geometry g = dense("gemma-3", 48, 8, 256, 2, DType::kBFloat16);
+  add_sliding(g, layers_where(48, every(6)), 1024);
+  return g;
+}
+plan::Geometry deepseek_v32() {
+  plan::Geometry g = latent("deepseek-v3.2", 61, 512 + 64, 2, DType::kBFloat16);
+  add_index(g, 128);
+  return g;
+}
+
 const std::vector<plan::Geometry>& built_in() {
   static const std::vector<plan::Geometry> all = {
       dense("llama-3.1-8b", 32, 8, 128, 2, DType::kBFloat16),
       dense("llama-3.1-70b", 80, 8, 128, 2, DType::kBFloat16),
       dense("qwen3-30b-a3b", 48, 4, 128, 2, DType::kBFloat16),
       latent("deepseek-v3", 61, 512 + 64, 2, DType::kBFloat16),
+      qwen3_next(),
+      gemma_3(),
+      deepseek_v32(),
   };
   return all;
 }
@@ -115,6 +192,36 @@ Result<plan::Geometry> from_config(const std::string& path) {
                      element, dtype);
   }
   if (!problem.ok()) return problem;
+  // Which layers have a cache of the whole prompt: a list of kinds, or every n-th.
+  const auto full_layers = [&](const char* interval) {
+    if (const auto types = json.find("layer_types");
+        types != json.end() && types->is_array() && types->size() == layers) {
+      return layers_where(layers, [&](std::uint32_t i) { return (*types)[i] == "full_attention"; });
+    }
+    return layers_where(layers, every(number(interval, std::nullopt)));
+  };
+  if (json.contains("linear_num_value_heads")) {
+    const LinearAttention linear{.key_heads = number("linear_num_key_heads", std::nullopt),
+                                 .key_width = number("linear_key_head_dim", std::nullopt),
+                                 .value_heads = number("linear_num_value_heads", std::nullopt),
+                                 .value_width = number("linear_value_head_dim", std::nullopt),
+                                 .kernel = number("linear_conv_kernel_dim", std::nullopt)};
+    if (problem.ok() && linear.kernel < 2)
+      problem = Status(Code::kInvalidArgument, path + ": linear_conv_kernel_dim is below 2");
+    auto full = full_layers("full_attention_interval");
+    if (problem.ok()) add_linear(geometry, std::move(full), linear);
+  } else if (json.contains("sliding_window") && json["sliding_window"].is_number() &&
+             (json.contains("layer_types") || json.contains("sliding_window_pattern"))) {
+    const std::uint32_t window = number("sliding_window", std::nullopt);
+    auto full = full_layers("sliding_window_pattern");
+    if (problem.ok()) add_sliding(geometry, std::move(full), window);
+  } else if (json.contains("index_head_dim")) {
+    const std::uint32_t width = number("index_head_dim", std::nullopt);
+    if (problem.ok()) add_index(geometry, width);
+  }
+  if (problem.ok() && geometry.kv_layers.empty() && geometry.states.size() > 1)
+    problem = Status(Code::kInvalidArgument, path + ": no layer has a full attention");
+  if (!problem.ok()) return problem;
   return geometry;
 }
 
@@ -133,8 +240,56 @@ Result<plan::Geometry> load_model(const std::string& name_or_path) {
   return from_config(name_or_path);
 }
 
-std::uint64_t bytes_per_token(const plan::Geometry& g) {
-  return std::uint64_t{g.layers} * g.kv_heads * (g.key_head_bytes + g.value_head_bytes);
+std::uint64_t bytes_per_token(const plan::Geometry& geometry) {
+  const std::uint64_t layers =
+      geometry.kv_layers.empty() ? geometry.layers : geometry.kv_layers.size();
+  std::uint64_t bytes =
+      layers * geometry.kv_heads * (geometry.key_head_bytes + geometry.value_head_bytes);
+  for (const plan::StateGeometry& state : geometry.states) {
+    if (state.component == Component::kIndex) bytes += state.layers.size() * state.unit_bytes;
+  }
+  return bytes;
+}
+
+nlohmann::json to_json(const plan::Geometry& g) {
+  Json states = Json::array();
+  for (const plan::StateGeometry& s : g.states)
+    states.push_back({{"component", s.component},
+                      {"layers", s.layers},
+                      {"blocks", s.blocks},
+                      {"unit_bytes", s.unit_bytes},
+                      {"dtype", s.dtype}});
+  return {{"name", g.name},
+          {"layers", g.layers},
+          {"mla", g.attention.mla},
+          {"hybrid_mla", g.attention.hybrid_mla},
+          {"kv_heads", g.kv_heads},
+          {"key_head_bytes", g.key_head_bytes},
+          {"value_head_bytes", g.value_head_bytes},
+          {"dtype", g.dtype},
+          {"aux_bytes", g.aux_bytes},
+          {"kv_layers", g.kv_layers},
+          {"states", states},
+          {"sliding_window", g.sliding_window}};
+}
+
+plan::Geometry geometry_from_json(const nlohmann::json& j) {
+  plan::Geometry g;
+  g.name = j["name"];
+  g.layers = j["layers"];
+  g.attention = {j["mla"], j["hybrid_mla"]};
+  g.kv_heads = j["kv_heads"];
+  g.key_head_bytes = j["key_head_bytes"];
+  g.value_head_bytes = j["value_head_bytes"];
+  g.dtype = j["dtype"].get<DType>();
+  g.aux_bytes = j["aux_bytes"].get<std::vector<std::uint32_t>>();
+  g.kv_layers = j["kv_layers"].get<std::vector<std::uint32_t>>();
+  g.sliding_window = j["sliding_window"];
+  for (const Json& s : j["states"])
+    g.states.push_back(
+        {s["component"].get<Component>(), s["layers"].get<std::vector<std::uint32_t>>(),
+         s["blocks"].get<std::vector<std::uint32_t>>(), s["unit_bytes"], s["dtype"].get<DType>()});
+  return g;
 }
 
 }  // namespace kvferry::cli

@@ -37,6 +37,7 @@ struct Geometry {
   std::vector<std::uint32_t> aux_bytes;       // size of one row of each aux buffer
   std::vector<std::uint32_t> kv_layers = {};  // layers with a KV cache, ascending; empty: all
   std::vector<StateGeometry> states = {};
+  std::uint32_t sliding_window = 0;  // tokens; 0: no layer has one
   friend bool operator==(const Geometry&, const Geometry&) = default;
 };
 

@@ -57,6 +57,51 @@ Result<std::uint32_t> resolve_total_kv_heads(std::int64_t total, std::int64_t pe
       fmt::format("neither total_kv_head_num ({}) nor kv_head_num ({}) is set", total, per_rank));
 }
 
+namespace {
+
+// Which pool of the peer answers the `number`-th (K, V) pool of one of our layers.
+struct LayerEntry {
+  std::uint32_t layer = 0, number = 0;
+  std::size_t pool = 0;
+};
+
+Result<std::vector<LayerEntry>> pair_by_layers(const PositionalContext& context,
+                                               const PositionalLists& lists,
+                                               std::uint32_t pools_per_layer) {
+  std::vector<std::uint32_t> layers(context.kv_layers.begin(), context.kv_layers.end());
+  for (std::uint32_t i = 0; context.kv_layers.empty() && i < context.stage_layers; ++i)
+    layers.push_back(context.stage_begin + i);
+  const std::size_t pools = lists.kv_pointers.size();
+  const auto& ids = lists.kv_layer_ids;
+  if (ids.empty() ? pools != layers.size() * pools_per_layer : ids.size() != pools) {
+    return refused(
+        fmt::format("{} KV pools and {} layer ids registered for {} layers with {} pools "
+                    "each: layer ids needed",
+                    pools, ids.size(), layers.size(), pools_per_layer));
+  }
+  std::vector<LayerEntry> entries;
+  for (std::uint32_t number = 0; number < pools_per_layer; ++number) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      std::size_t pool = number * layers.size() + i;
+      if (!ids.empty()) {
+        std::uint32_t skip = number;
+        pool = static_cast<std::size_t>(
+            std::find_if(ids.begin(), ids.end(),
+                         [&](std::uint32_t id) { return id == layers[i] && skip-- == 0; }) -
+            ids.begin());
+        if (pool == pools) {
+          return refused(
+              fmt::format("no KV pool number {} of layer {} is registered", number, layers[i]));
+        }
+      }
+      entries.push_back({layers[i], number, pool});
+    }
+  }
+  return entries;
+}
+
+}  // namespace
+
 Result<Layout> layout_from_lists(const PositionalContext& context, const PositionalLists& lists) {
   Layout layout;
   layout.page_tokens = context.page_tokens;
@@ -93,7 +138,23 @@ Result<Layout> layout_from_lists(const PositionalContext& context, const Positio
     return {};
   };
 
-  if (pools > 0 && (context.attention.mla || context.attention.hybrid_mla)) {
+  const bool latent = context.attention.mla || context.attention.hybrid_mla;
+  if (pools > 0 && !latent && context.total_kv_heads == 0)
+    return refused("the number of KV heads is not known");
+  const HeadRange rank_heads =
+      latent || context.total_kv_heads == 0
+          ? HeadRange{0, 1}
+          : heads_of_rank(context.total_kv_heads, lists.tp_size, lists.tp_rank % lists.tp_size);
+  if (pools > 0 && (!lists.kv_layer_ids.empty() || !context.kv_layers.empty())) {
+    const auto entries = pair_by_layers(context, lists, latent ? 1 : 2);
+    if (!entries.ok()) return entries.status();
+    for (const LayerEntry& e : *entries) {
+      KVF_RETURN_IF_ERROR(add(latent          ? Component::kLatent
+                              : e.number == 0 ? Component::kKey
+                                              : Component::kValue,
+                              e.layer, e.pool, rank_heads));
+    }
+  } else if (pools > 0 && latent) {
     std::size_t first = 0;
     if (pools != context.stage_layers) {
       first = context.stage_begin;
@@ -109,9 +170,7 @@ Result<Layout> layout_from_lists(const PositionalContext& context, const Positio
   } else if (pools > 0) {
     const auto entries = pair_key_value(pools, context);
     if (!entries.ok()) return entries.status();
-    if (context.total_kv_heads == 0) return refused("the number of KV heads is not known");
-    const HeadRange heads =
-        heads_of_rank(context.total_kv_heads, lists.tp_size, lists.tp_rank % lists.tp_size);
+    const HeadRange heads = rank_heads;
     for (std::uint32_t i = 0; i < context.stage_layers; ++i) {
       KVF_RETURN_IF_ERROR(
           add(Component::kKey, context.stage_begin + i, entries->key_begin + i, heads));

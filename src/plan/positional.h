@@ -21,6 +21,8 @@ struct PositionalContext {
   std::uint32_t total_kv_heads = 0;  // of the model; not needed for MLA
   // First layer and number of layers of the prefill stage that the lists are paired with.
   std::uint32_t stage_begin = 0, stage_layers = 0;
+  // Where only some layers have a KV cache (hybrid models): which ones, of our stage. Empty: all.
+  std::span<const std::uint32_t> kv_layers = {};
   // Layers of the whole model without draft layers; 0 when unknown. Settles what list lengths
   // cannot: an uneven pipeline split against a draft model.
   std::uint32_t model_layers = 0;
@@ -33,6 +35,8 @@ struct PositionalLists {
   std::span<const std::uint64_t> aux_pointers;
   std::span<const std::uint64_t>
       aux_item_lengths;  // of the source's rows: the wire does not carry the peer's
+  // Of each pool, where the peer says them; else pools pair by position.
+  std::span<const std::uint32_t> kv_layer_ids = {};
   std::uint32_t tp_rank = 0, tp_size = 1;
 };
 

@@ -36,6 +36,9 @@ void DecodeManager::send_register(Session& session, Token token, const Address& 
       m.pools.kv_pointers.push_back(slab.base);
       m.pools.kv_item_lengths.push_back(slab.item_bytes);
       if (m.pools.kv_item_length == 0) m.pools.kv_item_length = slab.item_bytes;
+      if (kinds_.size() > 0 &&
+          kinds_.front() == StateKind::kMamba)  // as the reference's hybrids do
+        m.pools.kv_layer_ids.push_back(slab.layer);
     }
   }
   for (const StateKind kind : kinds_) {

@@ -219,18 +219,26 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
     if (slab.component == Component::kAux) aux_lengths.push_back(slab.item_bytes);
   }
   const std::vector<std::uint64_t> one{m.pools.kv_item_length};
+  std::vector<std::uint32_t> kv_layers;
+  for (const Slab& slab : self_.layout.slabs) {
+    if (slab.component == Component::kKey || slab.component == Component::kLatent)
+      kv_layers.push_back(slab.layer);
+  }
+  if (kv_layers.size() >= self_.stage_layers) kv_layers.clear();  // every layer has its cache
   const plan::PositionalContext context{
       .attention = self_.attention,
       .page_tokens = self_.layout.page_tokens,
       .total_kv_heads = self_.total_kv_heads,
       .stage_begin = self_.stage_begin,
       .stage_layers = self_.stage_layers,
+      .kv_layers = kv_layers,
       .model_layers = static_cast<std::uint32_t>(settings_.model_layers)};
   const plan::PositionalLists lists{
       .kv_pointers = m.pools.kv_pointers,
       .kv_item_lengths = m.pools.kv_item_lengths.empty() ? one : m.pools.kv_item_lengths,
       .aux_pointers = m.pools.aux_pointers,
       .aux_item_lengths = aux_lengths,
+      .kv_layer_ids = m.pools.kv_layer_ids,
       .tp_rank = m.tp_rank,
       .tp_size = m.tp_size};
   if (session.refusal.ok()) {

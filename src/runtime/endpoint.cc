@@ -49,11 +49,7 @@ Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name,
   KVF_RETURN_IF_ERROR(validate(endpoint_options.layout));
   std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(name), endpoint_options));
   Endpoint& e = *endpoint;
-  for (const Slab& slab : e.options.layout.slabs) {
-    if (slab.component != Component::kAux)
-      e.pool_pages_ =
-          e.pool_pages_ == 0 ? slab.item_count : std::min(e.pool_pages_, slab.item_count);
-  }
+  e.pool_pages_ = plan::page_limit(e.options.layout);
   e.life_ = e.entropy_.token();
   auto control = [&] {
     const ShortTurns turns(kLoopTurn);  // ZeroMQ's own thread starts here and inherits them

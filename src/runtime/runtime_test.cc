@@ -133,6 +133,134 @@ TEST_P(OneProcess, ARoomArrivesByteForByte) {
   EXPECT_TRUE(eventually([&] { return receiver->pages_reusable() && sender->pages_reusable(); }));
 }
 
+// A hybrid model: state of every pairing beside the KV, in lists of its own.
+class Hybrid : public OneProcess {
+ protected:
+  Hybrid() {
+    prefill_->stop();
+    decode_->stop();
+    geometry_.states = {{Component::kMambaConv, {0}, {4, 4, 8}, 6, DType::kBFloat16},
+                        {Component::kMambaTemporal, {0}, {2}, 64, DType::kFloat32},
+                        {Component::kSlidingKey, {1}, {2}, 16, DType::kBFloat16},
+                        {Component::kCompressedState, {1}, {}, 24, DType::kUnknown}};
+    source_ = RankMemory(geometry_, {}, kPages, 0);
+    target_ = RankMemory(geometry_, {}, kPages, 0xEE);
+    for (std::size_t i = 0; i < source_.bytes.size(); ++i)
+      source_.bytes[i] = static_cast<std::uint8_t>(i * 7 + i / 251);
+    prefill_ = make_prefill();
+    decode_ = make_decode();
+    EXPECT_TRUE(eventually([&] { return prefill_->registered(); }));
+  }
+  void begin(std::uint64_t room, const std::vector<StateItems>& from,
+             const std::vector<StateItems>& to) {
+    receiver_ = *decode_->open(RoomId{room}, bootstrap_);
+    sender_ = *prefill_->open(RoomId{room});
+    ASSERT_TRUE(receiver_.init().ok());
+    ASSERT_TRUE(receiver_.send_metadata(std::vector<PageIndex>{20}, 5, 0, to).ok());
+    ASSERT_TRUE(sender_.init(1, 2).ok());
+    ASSERT_TRUE(sender_.send(std::vector<PageIndex>{3}, from).ok());
+    ASSERT_TRUE(
+        eventually([&] { return is_terminal(receiver_.poll()) && is_terminal(sender_.poll()); }));
+  }
+  Receiver receiver_;
+  Sender sender_;
+};
+
+TEST_P(Hybrid, StateOfEveryKindArrivesInItsOwnItems) {
+  const std::vector<StateItems> from{{StateKind::kMamba, {7}},
+                                     {StateKind::kSlidingWindow, {8, 30, 2}},
+                                     {StateKind::kCompressed, {1, 2}}};
+  const std::vector<StateItems> to{{StateKind::kCompressed, {6, 3}},
+                                   {StateKind::kSlidingWindow, {1, 4, 5}},
+                                   {StateKind::kMamba, {0}}};
+  begin(7, from, to);
+  ASSERT_EQ(receiver_.poll(), RoomState::kSuccess) << receiver_.failure().status.to_string();
+  ASSERT_EQ(sender_.poll(), RoomState::kSuccess);
+  std::uint64_t right = 0;
+  const auto expect_item = [&](std::size_t slab, std::uint32_t source, std::uint32_t target) {
+    ++right;
+    EXPECT_EQ(0, std::memcmp(&source_.at(slab, source, 0), &target_.at(slab, target, 0),
+                             source_.layout.slabs[slab].item_bytes))
+        << "slab " << slab;
+  };
+  for (std::size_t slab = 0; slab < source_.layout.slabs.size(); ++slab) {
+    switch (source_.layout.slabs[slab].component) {
+      case Component::kMambaConv:
+      case Component::kMambaTemporal:
+        expect_item(slab, 7, 0);
+        break;
+      case Component::kSlidingKey:
+        expect_item(slab, 8, 1), expect_item(slab, 30, 4), expect_item(slab, 2, 5);
+        break;
+      case Component::kCompressedState:
+        expect_item(slab, 1, 6), expect_item(slab, 2, 3);
+        break;
+      case Component::kAux:
+        expect_item(slab, 2, 5);
+        break;
+      default:
+        expect_item(slab, 3, 20);
+    }
+  }
+  EXPECT_EQ(right, 4U + 3 + 1 + 3 + 2 + 1) << "K, V, blocks, temporal, window, rows, aux";
+  std::uint64_t touched = 0;
+  for (const std::uint8_t byte : target_.bytes) touched += byte != 0xEE ? 1 : 0;
+  std::uint64_t lent = 0;
+  for (const Slab& slab : target_.layout.slabs) {
+    const auto kind = state_of(slab.component);
+    lent += slab.item_bytes * (kind == StateKind::kSlidingWindow ? 3
+                               : kind == StateKind::kCompressed  ? 2
+                                                                 : 1);
+  }
+  EXPECT_LE(touched, lent) << "nothing else is written";
+}
+
+TEST_P(Hybrid, T09ARoomWhoseStateDoesNotFitFailsAndTheNextOneGoesOn) {
+  const std::vector<StateItems> rest{{StateKind::kMamba, {1}}};
+  const auto with = [&](std::vector<PageIndex> window) {
+    std::vector<StateItems> states = rest;
+    if (!window.empty()) states.push_back({StateKind::kSlidingWindow, std::move(window)});
+    return states;
+  };
+  begin(1, with({}), with({1, 2, 3}));
+  EXPECT_EQ(receiver_.poll(), RoomState::kFailed);
+  EXPECT_EQ(sender_.failure().status.code(), Code::kRefused);
+  const std::string why = sender_.failure().status.message();
+  EXPECT_NE(why.find("state swa: 0 items"), std::string::npos) << why;
+  EXPECT_NE(why.find("and 3 on decode"), std::string::npos) << why;
+  sender_.clear(), receiver_.clear();
+
+  begin(2, {}, rest);  // no mamba slot
+  EXPECT_EQ(sender_.failure().status.code(), Code::kRefused);
+  sender_.clear(), receiver_.clear();
+
+  begin(3, with({4, 5}), with({6}));  // a page for a sampled token
+  EXPECT_EQ(receiver_.poll(), RoomState::kSuccess) << receiver_.failure().status.to_string();
+  sender_.clear(), receiver_.clear();
+
+  begin(4, rest, rest);  // nothing of the other kinds on both sides
+  EXPECT_EQ(receiver_.poll(), RoomState::kSuccess) << receiver_.failure().status.to_string();
+}
+
+TEST_P(Hybrid, StateThatThisRankHasNotIsAnError) {
+  auto sender = *prefill_->open(RoomId{9});
+  ASSERT_TRUE(sender.init(1, 0).ok());
+  const std::vector<StateItems> outside{{StateKind::kMamba, {8}}};
+  ASSERT_TRUE(sender.send(std::vector<PageIndex>{1}, outside).ok());
+  ASSERT_TRUE(eventually([&] { return is_terminal(sender.poll()); }));
+  EXPECT_NE(sender.failure().status.message().find("state mamba: item 8 outside pool of 8"),
+            std::string::npos)
+      << sender.failure().status.message();
+
+  auto receiver = *decode_->open(RoomId{10}, bootstrap_);
+  const std::vector<StateItems> unknown{{StateKind::kMiniMaxIndex, {0}}};
+  ASSERT_TRUE(receiver.send_metadata(std::vector<PageIndex>{1}, 0, 0, unknown).ok());
+  ASSERT_TRUE(eventually([&] { return is_terminal(receiver.poll()); }));
+  EXPECT_NE(receiver.failure().status.message().find("minimax_index_k: this rank has no such"),
+            std::string::npos)
+      << receiver.failure().status.message();
+}
+
 TEST_P(OneProcess, T33NoSourceByteIsReadBeforeItsEventFires) {
   auto receiver = decode_->open(RoomId{8}, bootstrap_);
   auto sender = prefill_->open(RoomId{8});
@@ -278,6 +406,14 @@ INSTANTIATE_TEST_SUITE_P(
                     std::tuple{PlaneKind::kAuto, false}, std::tuple{PlaneKind::kLoopback, true},
                     std::tuple{PlaneKind::kLoopback, false}),
     case_name);
+
+INSTANTIATE_TEST_SUITE_P(Every, Hybrid,
+                         testing::Values(std::tuple{PlaneKind::kTcp, true},
+                                         std::tuple{PlaneKind::kTcp, false},
+                                         std::tuple{PlaneKind::kShm, true},
+                                         std::tuple{PlaneKind::kLoopback, true},
+                                         std::tuple{PlaneKind::kLoopback, false}),
+                         case_name);
 
 // Which plane reaches whom is said at once, not by a room that waits.
 TEST(Endpoints, TheShmPlaneIsRefusedToRanksOfTheReference) {

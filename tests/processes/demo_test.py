@@ -55,6 +55,33 @@ def cuts():
     expect(code == 0 and numbers["bytes"] == numbers["expected_bytes"] + 6 * (64 + 512), text)
 
 
+def hybrid():
+    # Linear attention, sliding windows and an index cache; cuts that do not divide each other, pipelines, context parallelism.
+    right("--model", "qwen3-next", "--prefill", "tp=2", "--decode", "tp=4")
+    right("--model", "gemma-3", "--prefill", "tp=3,pp=2", "--decode", "tp=2", "--page-size", "7")
+    right("--model", "deepseek-v3.2", "--prefill", "tp=2,cp=2", "--decode", "pp=2")
+    os.environ["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] = "1"
+    right("--model", "gemma-3", "--prefill", "cp=3", "--decode", "tp=2")
+    del os.environ["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"]
+    # The same over the reference's messages, and from a config.json: 5 layers, the last of every two with a full attention.
+    config = {"model_type": "small_next", "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+              "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_key_head_dim": 8, "linear_num_value_heads": 4,
+              "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config, file)
+        file.flush()
+        small = right("--model", file.name, "--prefill", "tp=2", "--decode", "tp=4")
+        slot = 3 * (96 * 3 * 2 + 4 * 8 * 8 * 4)  # in three layers: columns of a convolution, a matrix for each head
+        expect(small["bytes"] == 6 * (2 * 2 * 96 * 2 * 2 * 32 * 2 + slot + 4 * (64 + 512)), small)
+        code, numbers, text = run(*SMALL, "--model", file.name, "--codec", "sglang", "--prefill", "tp=2", "--decode", "tp=2")
+        expect(code == 0 and numbers["wrong_bytes"] == numbers["stray_bytes"] == 0, text)
+        # Which layers a stage holds is not in the lists.
+        code, _, text = run(*SMALL, "--model", file.name, "--codec", "sglang", "--prefill", "tp=2,pp=2", "--decode", "tp=2")
+        expect(code == 1 and "layer ids needed" in text, code, text)
+    code, _, text = run(*SMALL, "--codec", "sglang", "--prefill", "tp=3", "--decode", "tp=2")
+    expect(code == 2 and "prefill tp=3, decode tp=2" in text, code, text)
+
+
 def planes():
     with tempfile.TemporaryDirectory() as folder:
         for arguments, way in ((["tcp"], "bytes_inline"), (["shm"], "bytes_pulled"), (["shm", "--private-memory"], "bytes_ring"),
