@@ -12,6 +12,7 @@
 #include "cli/demo.h"
 #include "cli/demo_rank.h"
 #include "cli/models.h"
+#include "cli/plan.h"
 #include "kvferry/bootstrap_server.h"
 #include "kvferry/config.h"
 #include "src/base/parse.h"
@@ -127,6 +128,35 @@ int run(int argc, char** argv) {
       ->add_option("--sabotage", demo.sabotage, "damage one block on purpose: wrong, stray or drop")
       ->check(CLI::IsMember({"wrong", "stray", "drop"}));
 
+  PlanOptions plan;
+  auto* plan_command = app.add_subcommand(
+      "plan",
+      "who sends what to whom between two instances, and the proof that every byte arrives");
+  plan_command->add_option("--model", plan.model, "as for demo")->capture_default_str();
+  plan_command
+      ->add_option("--prefill", plan.prefill,
+                   "cut of the prefill side (tp=2,pp=1,cp=1), or a JSON file with its layouts")
+      ->capture_default_str();
+  plan_command->add_option("--decode", plan.decode, "the same of the decode side")
+      ->capture_default_str();
+  plan_command
+      ->add_option("--codec", plan.codec, "native, or sglang: as the reference's ranks pair")
+      ->check(CLI::IsMember({"native", "sglang"}))
+      ->capture_default_str();
+  plan_command->add_option("--tokens", plan.tokens, "of one request, whose bytes are counted")
+      ->check(CLI::Range(1U, 1U << 24))
+      ->capture_default_str();
+  plan_command->add_option("--page-size", plan.page_size, "tokens of a page")
+      ->check(CLI::Range(1U, 65536U))
+      ->capture_default_str();
+  plan_command->add_flag("--all-cp-ranks", plan.all_cp_ranks,
+                         "every context-parallel rank sends its part of the pages");
+  plan_command->add_option("--json", plan.json, "write the plan and the verdict to this file");
+  plan_command->add_option("--svg", plan.svg, "draw ranks, layers, heads and arrows");
+  plan_command->add_option("--save-layouts", plan.save_layouts,
+                           "write PREFIX-prefill.json and PREFIX-decode.json, to change and to "
+                           "give back as --prefill and --decode");
+
   std::string host = "127.0.0.1";
   std::uint16_t port = 8998;
   auto* bootstrap_command = app.add_subcommand("bootstrap", "run a bootstrap server alone");
@@ -157,6 +187,7 @@ int run(int argc, char** argv) {
   if (*bootstrap_command) return run_bootstrap(host, port);
   if (*config_command) return run_config();
   if (*bench_command) return run_bench(bench);
+  if (*plan_command) return run_plan(plan);
   if (*demo_command) {
     const auto usage = [](const std::string& why) {
       fmt::print(stderr, "kvferry demo: {}\n", why);

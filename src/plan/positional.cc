@@ -258,7 +258,9 @@ class StatePairing {
     const HeadRange range{own.head_begin, own.head_count};
     const bool replicated =
         row_.sharding == Sharding::kNone || (row_.sharding == Sharding::kHeads && attention_.mla);
-    if (place_.tp_size == lists_.tp_size || replicated) return range;
+    const bool same_rank =
+        place_.tp_size == lists_.tp_size && lists_.tp_rank % lists_.tp_size == place_.tp_rank;
+    if (same_rank || replicated) return range;
     const std::uint64_t total = std::uint64_t{range.count} * place_.tp_size;
     const std::uint64_t before = std::uint64_t{range.count} * place_.tp_rank;
     if (range.begin < before || total % lists_.tp_size != 0) {

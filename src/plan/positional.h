@@ -16,7 +16,7 @@ namespace kvferry::plan {
 
 // What must be known beside the lists to tell which layer and head a pool holds.
 struct PositionalContext {
-  AttentionKind attention;
+  AttentionKind attention = {};
   std::uint32_t page_tokens = 1;
   std::uint32_t total_kv_heads = 0;  // of the model; not needed for MLA
   // First layer and number of layers of the prefill stage that the lists are paired with.
@@ -30,11 +30,11 @@ struct PositionalContext {
 
 // What the peer registered.
 struct PositionalLists {
-  std::span<const std::uint64_t> kv_pointers;
-  std::span<const std::uint64_t> kv_item_lengths;  // one for all pools, or one a pool
-  std::span<const std::uint64_t> aux_pointers;
-  std::span<const std::uint64_t>
-      aux_item_lengths;  // of the source's rows: the wire does not carry the peer's
+  std::span<const std::uint64_t> kv_pointers = {};
+  std::span<const std::uint64_t> kv_item_lengths = {};  // one for all pools, or one a pool
+  std::span<const std::uint64_t> aux_pointers = {};
+  std::span<const std::uint64_t> aux_item_lengths =
+      {};  // of the source's rows: the wire does not carry the peer's
   // Of each pool, where the peer says them; else pools pair by position.
   std::span<const std::uint32_t> kv_layer_ids = {};
   std::uint32_t tp_rank = 0, tp_size = 1;
