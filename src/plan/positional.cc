@@ -219,7 +219,11 @@ class StatePairing {
     if (!ids.empty() && ids.size() != pointers.size())
       return bad(
           fmt::format("{} layer ids for {} pools of {}", ids.size(), pointers.size(), peer_));
-    if (ids.empty() && pointers.size() != pools.size()) {
+    // A list of one pool for each layer of the whole model, where we have each layer of our stage.
+    const bool by_layer = ids.empty() && pools.size() < pointers.size() && is_stage(pools) &&
+                          row_.sharding != Sharding::kBlocks &&
+                          pools.back().layer < pointers.size();
+    if (ids.empty() && pointers.size() != pools.size() && !by_layer) {
       return bad(fmt::format("{} pools here and {} on {}: layer ids needed", pools.size(),
                              pointers.size(), peer_));
     }
@@ -228,7 +232,7 @@ class StatePairing {
       return bad(fmt::format("{} item lengths for {} pools of {}", lengths.size(), pointers.size(),
                              peer_));
     for (std::size_t i = 0; i < pools.size(); ++i) {
-      std::size_t at = i;
+      std::size_t at = by_layer ? pools[i].layer : i;
       if (!ids.empty()) {
         const auto same = [&](const StatePool& pool) { return pool.layer == pools[i].layer; };
         const auto before =
@@ -249,6 +253,14 @@ class StatePairing {
   }
 
  private:
+  // One pool for each layer, without gaps.
+  static bool is_stage(const std::vector<StatePool>& pools) {
+    for (std::size_t i = 0; i < pools.size(); ++i) {
+      if (pools[i].layer != pools[0].layer + i || pools[i].component != pools[0].component)
+        return false;
+    }
+    return !pools.empty();
+  }
   [[nodiscard]] Status bad(const std::string& what) const {
     return refused(fmt::format("state {}: {}", row_.name, what));
   }
@@ -256,11 +268,17 @@ class StatePairing {
   // The peer's part of a block of which we hold `own`.
   Result<HeadRange> part_of(const Slab& own) const {
     const HeadRange range{own.head_begin, own.head_count};
+    // Without MLA nothing says that all ranks hold the same; equal lengths may be chance.
     const bool replicated =
-        row_.sharding == Sharding::kNone || (row_.sharding == Sharding::kHeads && attention_.mla);
+        attention_.mla && (row_.sharding == Sharding::kNone || row_.sharding == Sharding::kHeads);
     const bool same_rank =
         place_.tp_size == lists_.tp_size && lists_.tp_rank % lists_.tp_size == place_.tp_rank;
     if (same_rank || replicated) return range;
+    if (row_.sharding == Sharding::kNone) {
+      return bad(
+          fmt::format("rank {} of tp {} here and rank {} of tp {} of {} need not hold the same",
+                      place_.tp_rank, place_.tp_size, lists_.tp_rank, lists_.tp_size, peer_));
+    }
     const std::uint64_t total = std::uint64_t{range.count} * place_.tp_size;
     const std::uint64_t before = std::uint64_t{range.count} * place_.tp_rank;
     if (range.begin < before || total % lists_.tp_size != 0) {

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "src/plan/components.h"
 #include "src/plan/planner.h"
 
 namespace kvferry::plan {
@@ -113,6 +114,20 @@ Result<std::vector<Shares>> elect_writers(std::span<const Party> sources, const 
     const auto writes = elect_for(share, sources, target, model_layers);
     if (!writes.ok()) return writes.status();
     for (std::size_t i = 0; i < shares.size(); ++i) shares[i] |= writes->at(i) ? share : 0;
+  }
+  return shares;
+}
+
+Shares shares_for_reference(const RankPlace& place, AttentionKind attention, bool layer_split,
+                            std::uint32_t target_tp_size) {
+  Shares shares = kAllShares;
+  if (place.cp_rank != 0 && !layer_split) shares &= kKvShare;
+  const std::uint32_t group = target_tp_size == 0 ? 1 : place.tp_size / target_tp_size;
+  if (!attention.hybrid_mla || group <= 1 || place.tp_rank % group == 0) return shares;
+  shares &= ~kKvShare;
+  for (std::size_t k = 0; k < kStateKinds; ++k) {
+    const auto kind = static_cast<StateKind>(k);
+    if (row_of(kind).sharding != Sharding::kBlocks) shares &= ~share_of(kind);
   }
   return shares;
 }

@@ -9,6 +9,7 @@
 #include "kvferry/layout.h"
 #include "kvferry/status.h"
 #include "src/plan/planner.h"
+#include "src/plan/ranks.h"
 
 namespace kvferry::plan {
 
@@ -26,5 +27,11 @@ struct Party {
 // over.
 Result<std::vector<Shares>> elect_writers(std::span<const Party> sources, const Party& target,
                                           std::uint32_t model_layers);
+
+// What one of our prefill ranks writes to a rank of the reference, as the reference's own do: state
+// only from the first CP rank, unless layers are split over them; of a hybrid with more prefill
+// than decode ranks, what all ranks hold alike only from the first of each group.
+Shares shares_for_reference(const RankPlace& place, AttentionKind attention, bool layer_split,
+                            std::uint32_t target_tp_size);
 
 }  // namespace kvferry::plan

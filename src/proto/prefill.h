@@ -169,7 +169,6 @@ class PrefillManager {
   void on_native(const wire::NativeFrame& frame, Time now);
   void on_register_native(const wire::NativeFrame& frame, const wire::Register& message, Time now);
   void on_register_foreign(const wire::Register& message, Time now);
-  [[nodiscard]] plan::Shares foreign_shares(const wire::Register& message) const;
   void on_metadata(const PeerKey& peer, wire::Metadata metadata, Time now);
   void on_abort(const PeerKey& peer, const Address& reply, const wire::Abort& message, Time now);
   void end_session(Token session, Status reason, bool tell, Time now);

@@ -7,8 +7,8 @@
 #include <fmt/format.h>
 
 #include "src/base/mark.h"
-#include "src/plan/components.h"
 #include "src/plan/positional.h"
+#include "src/plan/writers.h"
 #include "src/proto/text.h"
 
 namespace kvferry::proto {
@@ -263,7 +263,8 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
         session.refusal = lanes.status();
       }
     }
-    session.writes = foreign_shares(m);
+    session.writes =
+        plan::shares_for_reference(self_.place, self_.attention, self_.layer_split, m.tp_size);
   }
   if (!session.refusal.ok())
     ports_.trace.trace(Severity::kError, fmt::format("decode {} refused: {}", m.session_name,
@@ -291,22 +292,6 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
     for (auto& [room, pending] : pending_) pending.metadata.erase(peer);
   }
   dispatch_peer_rooms(peer, now);
-}
-
-// What the reference's ranks send of a model: state only from the first CP rank, unless layers are
-// split over them; of a hybrid with more prefill than decode ranks, what is the same on all ranks
-// from the first of each group alone.
-plan::Shares PrefillManager::foreign_shares(const wire::Register& m) const {
-  plan::Shares shares = plan::kAllShares;
-  if (self_.place.cp_rank != 0 && !self_.layer_split) shares &= plan::kKvShare;
-  const std::uint32_t group = m.tp_size == 0 ? 1 : self_.place.tp_size / m.tp_size;
-  if (self_.attention.hybrid_mla && group > 1 && self_.place.tp_rank % group != 0) {
-    shares &= ~plan::kKvShare;
-    for (const StateKind kind : kinds_) {
-      if (plan::row_of(kind).sharding == plan::Sharding::kNone) shares &= ~plan::share_of(kind);
-    }
-  }
-  return shares;
 }
 
 void PrefillManager::on_metadata(const PeerKey& peer, wire::Metadata metadata, Time now) {
