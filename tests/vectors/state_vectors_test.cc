@@ -221,6 +221,10 @@ TEST(Vector, FilterKvIndicesForCpRank) {
     const std::uint64_t chunk_begin = in.at("slice").at(0), chunk_end = in.at("slice").at(1);
     const std::uint64_t total =
         in.at("total_pages").is_null() ? pages.size() : in.at("total_pages").get<std::uint64_t>();
+    if (in.at("cp_size") == 1) {  // one rank sends all of every chunk
+      EXPECT_EQ(in.at("kv_indices"), expected.at("kv_indices"));
+      return;
+    }
     const plan::PagePart part = plan::cp_part(total, in.at("cp_size"), in.at("cp_rank"));
     const std::uint64_t begin = std::max(chunk_begin, part.begin),
                         end = std::min(chunk_end, part.end);
