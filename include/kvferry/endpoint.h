@@ -89,11 +89,17 @@ struct RoomFailure {
   bool from_other = false;
 };
 
+// What a sender's pages are counted from.
+enum class PageBase : std::uint8_t {
+  kAfterPrefix,   // the engine sends only what the decode side does not hold
+  kWholeRequest,  // it sends all; pages that the decode side holds are passed over here
+};
+
 // One room on the prefill side.
 class KVF_API Sender {
  public:
   // Announces how many pages will be sent and which aux row goes with the last chunk.
-  Status init(std::uint64_t pages, std::uint32_t aux_row);
+  Status init(std::uint64_t pages, std::uint32_t aux_row, PageBase base = PageBase::kAfterPrefix);
   // The next pages of the request; the chunk that reaches the announced number is the last.
   // `ready_fd`: an eventfd (or any descriptor) that becomes readable when the pages are filled; no
   // source byte is read before. It is watched, not consumed, and must stay open until the room has

@@ -93,7 +93,8 @@ Result<UseId> PrefillManager::open(RoomId room, const SenderOptions& options, Ti
   return id;
 }
 
-Status PrefillManager::init(UseId id, std::uint64_t pages, std::uint32_t aux_row, Time now) {
+Status PrefillManager::init(UseId id, std::uint64_t pages, std::uint32_t aux_row, Time now,
+                            bool whole_request) {
   Use* use = find(id);
   if (use == nullptr) return Status(Code::kNotFound, "the room was cleared");
   if (pages > settings_.pages_per_room_max) {
@@ -112,6 +113,7 @@ Status PrefillManager::init(UseId id, std::uint64_t pages, std::uint32_t aux_row
   }
   use->pages_total = pages;
   use->aux_row = aux_row;
+  use->whole_request = whole_request;
   dispatch(id, *use, now);
   return {};
 }
@@ -284,7 +286,13 @@ Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Desti
   const plan::PairLanes* lanes = lanes_of(peer);
   if (lanes == nullptr) return Status(Code::kPeerLost, describe_peer(peer) + " is not registered");
   if (!peer.is_native()) KVF_RETURN_IF_ERROR(foreign_.at(peer.name).refusal);
-  const std::uint64_t total = *use.pages_total;
+  // Whole pages that the other side holds already. (A foreign rank's prefix may end inside a page;
+  // that page is sent.)
+  const std::uint64_t held =
+      use.whole_request ? std::min(*use.pages_total,
+                                   to.metadata.prefix_tokens.value_or(0) / self_.layout.page_tokens)
+                        : 0;
+  const std::uint64_t total = *use.pages_total - held;
   // Native ranks take exactly what is sent; a foreign one may hold a page more (padding, a
   // speculative token), never less.
   if (to.metadata.pages.size() < total || (peer.is_native() && to.metadata.pages.size() != total)) {
@@ -292,16 +300,16 @@ Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Desti
                   fmt::format("{}: {} pages are sent but {} lent {}", room_text(use.room), total,
                               describe_peer(peer), to.metadata.pages.size()));
   }
-  std::uint64_t begin = chunk.begin, end = chunk.begin + chunk.pages.size();
+  std::uint64_t begin = std::max(chunk.begin, held), end = chunk.begin + chunk.pages.size();
   if (all_cp_ranks() && !self_.layer_split) {
     const plan::PagePart part = plan::cp_part(total, self_.place.cp_size, self_.place.cp_rank);
-    begin = std::max(begin, part.begin);
-    end = std::max(begin, std::min(end, part.end));
+    begin = std::max(begin, held + part.begin);
+    end = std::max(begin, std::min(end, held + part.end));
   }
   const plan::Shares writes = peer.is_native() ? to.metadata.writes : foreign_.at(peer.name).writes;
   if (begin < end && (writes & plan::kKvShare) != 0) {
     const auto source = std::span(chunk.pages).subspan(begin - chunk.begin, end - begin);
-    const auto target = std::span(to.metadata.pages).subspan(begin, end - begin);
+    const auto target = std::span(to.metadata.pages).subspan(begin - held, end - begin);
     auto runs = plan::make_runs(source, target);
     if (!runs.ok())
       return Status(runs.status().code(),

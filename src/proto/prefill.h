@@ -66,8 +66,10 @@ class PrefillManager {
 
   // --- the engine's calls. A Status other than ok: nothing was done.
   Result<UseId> open(RoomId room, const SenderOptions& options, Time now);
-  // Announces how many pages will be sent and which aux row goes with the last of them.
-  Status init(UseId use, std::uint64_t pages, std::uint32_t aux_row, Time now);
+  // Announces how many pages will be sent and which aux row goes with the last of them. Pages of a
+  // whole request begin at its first token; those that a decode rank holds are not sent to it.
+  Status init(UseId use, std::uint64_t pages, std::uint32_t aux_row, Time now,
+              bool whole_request = false);
   // Adds the next pages. The chunk that reaches the announced number is the last, and the one that
   // state goes with. Sending more fails the room.
   Status send(UseId use, std::vector<PageIndex> pages, ReadyId ready, Time now,
@@ -130,6 +132,7 @@ class PrefillManager {
     std::set<WriteId> writes;  // in flight
     std::optional<std::uint64_t> pages_total;
     std::uint32_t aux_row = 0;
+    bool whole_request = false;
     plan::StateLists states;  // of the last chunk
     std::uint64_t pages_queued = 0;
     std::deque<Chunk> chunks;

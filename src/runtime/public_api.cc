@@ -156,9 +156,10 @@ std::shared_ptr<data::LoopbackFabric> make_loopback_fabric() {
 // --- Sender
 // -------------------------------------------------------------------------------------------------------
 
-Status Sender::init(std::uint64_t pages, std::uint32_t aux_row) {
-  return post_to(cell_, [cell = cell_, pages, aux_row](Endpoint& endpoint, Time now) {
-    if (const Status status = prefill(endpoint).init(use_of(*cell), pages, aux_row, now);
+Status Sender::init(std::uint64_t pages, std::uint32_t aux_row, PageBase base) {
+  const bool whole = base == PageBase::kWholeRequest;
+  return post_to(cell_, [cell = cell_, pages, aux_row, whole](Endpoint& endpoint, Time now) {
+    if (const Status status = prefill(endpoint).init(use_of(*cell), pages, aux_row, now, whole);
         !status.ok())
       prefill(endpoint).abort(use_of(*cell), status, now);
   });

@@ -2,6 +2,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -25,6 +26,12 @@ bool eventually(const std::function<bool()>& condition) {
     std::this_thread::yield();
   }
   return condition();
+}
+
+template <class T>
+T made(Result<T> result) {
+  EXPECT_TRUE(result.ok()) << result.status().to_string();
+  return std::move(*result);
 }
 
 struct RankMemory {
@@ -259,6 +266,136 @@ TEST_P(Hybrid, StateThatThisRankHasNotIsAnError) {
   EXPECT_NE(receiver.failure().status.message().find("minimax_index_k: this rank has no such"),
             std::string::npos)
       << receiver.failure().status.message();
+}
+
+// A request of 16 pages in chunks of 4; the decode side holds 0, 10 or all of its pages.
+TEST_P(OneProcess, T10ChunksOfAWholeRequestBeginBehindThePrefix) {
+  std::uint64_t room = 100;
+  for (const std::uint32_t held : {0U, 10U, 16U}) {
+    std::vector<PageIndex> from, to;
+    for (PageIndex i = 0; i < 16; ++i) from.push_back(15 - i);
+    for (PageIndex i = static_cast<PageIndex>(held); i < 16; ++i) to.push_back(i * 2 + 1);
+    const std::vector<std::uint8_t> before = target_.bytes;
+    auto receiver = *decode_->open(RoomId{++room}, bootstrap_);
+    auto sender = *prefill_->open(RoomId{room});
+    ASSERT_TRUE(receiver.init().ok());
+    ASSERT_TRUE(receiver.send_metadata(to, 5, std::uint64_t{held} * 4).ok());
+    ASSERT_TRUE(sender.init(16, 2, PageBase::kWholeRequest).ok());
+    for (std::size_t chunk = 0; chunk < 16; chunk += 4)
+      ASSERT_TRUE(sender.send(std::span(from).subspan(chunk, 4)).ok());
+    ASSERT_TRUE(
+        eventually([&] { return is_terminal(receiver.poll()) && is_terminal(sender.poll()); }));
+    EXPECT_EQ(receiver.poll(), RoomState::kSuccess) << receiver.failure().status.to_string();
+    from.erase(from.begin(), from.begin() + held);
+    expect_moved(from, to);
+    EXPECT_EQ(0, std::memcmp(&source_.at(4, 2, 0), &target_.at(4, 5, 0), 32)) << "aux";
+    EXPECT_EQ(sender.bytes_moved(), (16 - held) * 4 * 128 + 32);
+    receiver.clear(), sender.clear();
+  }
+  auto receiver = *decode_->open(RoomId{++room}, bootstrap_);
+  ASSERT_TRUE(receiver.init().ok());
+  ASSERT_TRUE(receiver.send_metadata(std::vector<PageIndex>{1}, 5, 3).ok());
+  ASSERT_TRUE(eventually([&] { return is_terminal(receiver.poll()); }));
+  EXPECT_NE(
+      receiver.failure().status.message().find("prefix of 3 tokens is no multiple of the page "
+                                               "size 4"),
+      std::string::npos);
+}
+
+// Eight context-parallel ranks: the first sends and the others end with nothing, or each its part.
+TEST_P(OneProcess, T28ContextParallelRanksSendAllTogetherOrTheFirstAlone) {
+  for (const bool all : {false, true}) {
+    SCOPED_TRACE(all);
+    auto server = made(BootstrapServer::create("127.0.0.1", 0, settings_));
+    const Address bootstrap{"127.0.0.1", server->port()};
+    std::vector<std::unique_ptr<PrefillEndpoint>> ranks;
+    for (std::uint32_t cp = 0; cp < 8; ++cp) {
+      auto o = options<PrefillOptions>(source_);
+      o.bootstrap = bootstrap;
+      o.stage_layers = 2;
+      o.place.cp_rank = cp;
+      o.place.cp_size = 8;
+      o.settings.all_cp_ranks = all;
+      ranks.push_back(made(PrefillEndpoint::create(o)));
+    }
+    auto decode_options = options<DecodeOptions>(target_);
+    decode_options.settings.all_cp_ranks = all;
+    auto decode = made(DecodeEndpoint::create(decode_options));
+    ASSERT_TRUE(eventually([&] {
+      return std::all_of(ranks.begin(), ranks.end(), [](const auto& r) { return r->registered(); });
+    }));
+    std::vector<PageIndex> from, to;
+    for (PageIndex i = 0; i < 11; ++i) from.push_back(i), to.push_back(30 - i);
+    auto receiver = *decode->open(RoomId{1}, bootstrap);
+    ASSERT_TRUE(receiver.init().ok() && receiver.send_metadata(to, 5).ok());
+    std::vector<Sender> senders;
+    for (const auto& rank : ranks) {
+      senders.push_back(*rank->open(RoomId{1}));
+      ASSERT_TRUE(senders.back().init(11, 2).ok() && senders.back().send(from).ok());
+    }
+    ASSERT_TRUE(eventually([&] {
+      return is_terminal(receiver.poll()) &&
+             std::all_of(senders.begin(), senders.end(),
+                         [](const Sender& s) { return is_terminal(s.poll()); });
+    }));
+    EXPECT_EQ(receiver.poll(), RoomState::kSuccess) << receiver.failure().status.to_string();
+    expect_moved(from, to);
+    std::uint64_t kv = 0;
+    for (std::size_t cp = 0; cp < 8; ++cp) {
+      EXPECT_EQ(senders[cp].poll(), RoomState::kSuccess) << cp;
+      const std::uint64_t pages = all ? (cp < 3 ? 2 : 1) : cp == 0 ? 11 : 0;
+      const std::uint64_t bytes = senders[cp].bytes_moved();
+      // The aux row: of the first alone, or of all of the reference's.
+      EXPECT_TRUE(bytes == pages * 512 || bytes == pages * 512 + 32) << cp << ": " << bytes;
+      kv += bytes / 512;
+    }
+    EXPECT_EQ(kv, 11U);
+  }
+}
+
+// A decode rank that does not fit is told why with both values; everybody else goes on.
+TEST_P(OneProcess, T30ADecodeRankWithOtherPagesOrAnotherDtypeIsRefusedAlone) {
+  std::uint64_t room = 200;
+  const auto refused = [&](DecodeOptions o) {
+    auto decode = made(DecodeEndpoint::create(std::move(o)));
+    auto receiver = *decode->open(RoomId{++room}, bootstrap_);
+    auto sender = *prefill_->open(RoomId{room});
+    EXPECT_TRUE(receiver.init().ok() && receiver.send_metadata(std::vector<PageIndex>{1}, 0).ok());
+    EXPECT_TRUE(sender.init(1, 0).ok() && sender.send(std::vector<PageIndex>{1}).ok());
+    EXPECT_TRUE(eventually([&] { return is_terminal(receiver.poll()); }));
+    EXPECT_EQ(receiver.poll(), RoomState::kFailed);
+    const std::string why =
+        receiver.failure().status.message() + " / " + sender.failure().status.message();
+    sender.clear();
+    return why;
+  };
+  RankMemory other(geometry_, {}, kPages, 0xEE);
+  auto o = options<DecodeOptions>(other);
+  o.kv_cache_dtype = "fp8_e4m3";
+  std::string why = refused(o);
+  EXPECT_NE(why.find("auto"), std::string::npos) << why;
+  EXPECT_NE(why.find("fp8_e4m3"), std::string::npos) << why;
+
+  o = options<DecodeOptions>(other);
+  o.layout = plan::layout_of_rank(geometry_, {}, 8, kPages / 2, 8);
+  plan::place_slabs(o.layout, reinterpret_cast<std::uint64_t>(other.bytes.data()), 64);
+  why = refused(o);
+  EXPECT_NE(why.find("has 4, this decode rank has 8"), std::string::npos) << why;
+
+  plan::Geometry wide = geometry_;
+  wide.key_head_bytes = wide.value_head_bytes = 32;
+  RankMemory wider(wide, {}, kPages, 0xEE);
+  why = refused(options<DecodeOptions>(wider));
+  EXPECT_TRUE(why.find("is 16 on") != std::string::npos || why.find("failed") != std::string::npos)
+      << why;
+
+  auto receiver = *decode_->open(RoomId{++room}, bootstrap_);
+  auto sender = *prefill_->open(RoomId{room});
+  ASSERT_TRUE(receiver.init().ok() && receiver.send_metadata(std::vector<PageIndex>{7}, 0).ok());
+  ASSERT_TRUE(sender.init(1, 0).ok() && sender.send(std::vector<PageIndex>{9}).ok());
+  ASSERT_TRUE(eventually([&] { return is_terminal(receiver.poll()); }));
+  EXPECT_EQ(receiver.poll(), RoomState::kSuccess) << receiver.failure().status.to_string();
+  expect_moved({9}, {7});
 }
 
 TEST_P(OneProcess, T33NoSourceByteIsReadBeforeItsEventFires) {
