@@ -362,5 +362,38 @@ TEST(State, KvAndStateHaveElectionsOfTheirOwn) {
   EXPECT_EQ(offsets, (std::vector<std::uint64_t>{0, 4 * 6, 8 * 6}));
 }
 
+TEST(State, WhatWasElectedIsProved) {
+  const Geometry model{.name = "t",
+                       .layers = 1,
+                       .attention = {},
+                       .kv_heads = 4,
+                       .key_head_bytes = 8,
+                       .value_head_bytes = 8,
+                       .aux_bytes = {},
+                       .states = {{Component::kMambaTemporal, {0}, {4}, 16, DType::kFloat32}}};
+  std::vector<Layout> layouts;
+  for (std::uint32_t tp = 0; tp < 2; ++tp) {
+    layouts.push_back(layout_of_rank(model, {.tp_rank = tp, .tp_size = 2}, 4, 8, 8));
+    place_slabs(layouts.back(), 0, 64);
+  }
+  Layout target = layout_of_rank(model, {}, 4, 8, 8);
+  place_slabs(target, 0, 64);
+  const std::vector<Party> parties{{"prefill 0", &layouts[0]}, {"prefill 1", &layouts[1]}};
+  const Party decode{"decode 0", &target};
+  auto shares = *elect_writers(parties, decode, 0);
+  EXPECT_TRUE(prove_writers(parties, shares, decode, 0).ok());
+  shares[1] = kKvShare;  // half of the state has no writer
+  Status status = prove_writers(parties, shares, decode, 0);
+  EXPECT_EQ(status.code(), Code::kRefused);
+  EXPECT_NE(status.message().find("mamba-temporal of layer 0"), std::string::npos)
+      << status.message();
+  shares = {kAllShares, kAllShares};
+  layouts[1] = layouts[0];  // both hold the same
+  status = prove_writers(parties, shares, decode, 0);
+  EXPECT_NE(status.message().find("written more than once, by prefill 0, prefill 1"),
+            std::string::npos)
+      << status.message();
+}
+
 }  // namespace
 }  // namespace kvferry::plan

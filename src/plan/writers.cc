@@ -8,6 +8,7 @@
 
 #include "src/plan/components.h"
 #include "src/plan/planner.h"
+#include "src/plan/proof.h"
 
 namespace kvferry::plan {
 namespace {
@@ -116,6 +117,32 @@ Result<std::vector<Shares>> elect_writers(std::span<const Party> sources, const 
     for (std::size_t i = 0; i < shares.size(); ++i) shares[i] |= writes->at(i) ? share : 0;
   }
   return shares;
+}
+
+Status prove_writers(std::span<const Party> sources, std::span<const Shares> shares,
+                     const Party& target, std::uint32_t model_layers) {
+  RequestItems items{{0}, {}};
+  for (auto& list : items.states) list = {0};
+  const std::vector<Run> one{Run{0, 0, 1}};
+  std::vector<ProofRank> from;
+  std::vector<Delivery> deliveries;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    from.push_back({sources[i].name, sources[i].layout, items});
+    if (shares[i] == 0) continue;
+    auto lanes = pair_lanes(*sources[i].layout, *target.layout, sources[i].name, target.name);
+    if (!lanes.ok()) return lanes.status();
+    Delivery delivery{i, 0, {}};
+    if ((shares[i] & kKvShare) != 0) delivery.plan.push_back({std::move(lanes->kv), one});
+    for (std::size_t k = 0; k < kStateKinds; ++k) {
+      if ((shares[i] & share_of(static_cast<StateKind>(k))) != 0)
+        delivery.plan.push_back({std::move(lanes->states[k]), one});
+    }
+    deliveries.push_back(std::move(delivery));
+  }
+  const std::vector<ProofRank> to{{target.name, target.layout, items}};
+  const Proof proof = prove(from, to, deliveries, {.model_layers = model_layers});
+  if (proof.proved) return {};
+  return Status(Code::kRefused, "not proved: " + proof.problems.front());
 }
 
 Shares shares_for_reference(const RankPlace& place, AttentionKind attention, bool layer_split,

@@ -28,6 +28,11 @@ struct Party {
 Result<std::vector<Shares>> elect_writers(std::span<const Party> sources, const Party& target,
                                           std::uint32_t model_layers);
 
+// Whether the elected ranks together write each byte of the target once, from a byte that means the
+// same: proof.h over the lanes of one item of each list. kRefused with the first problem.
+Status prove_writers(std::span<const Party> sources, std::span<const Shares> shares,
+                     const Party& target, std::uint32_t model_layers);
+
 // What one of our prefill ranks writes to a rank of the reference, as the reference's own do: state
 // only from the first CP rank, unless layers are split over them; of a hybrid with more prefill
 // than decode ranks, what all ranks hold alike only from the first of each group.

@@ -247,9 +247,12 @@ std::vector<GrantGroup> DecodeManager::groups_for(const Source& source,
 }
 
 // Native ranks say what they hold: who writes follows from the layouts, one writer for each byte,
-// and a byte that nobody holds is found before a page is lent.
+// which is proved; a byte that nobody holds is found before a page is lent.
 Result<std::vector<plan::Shares>> DecodeManager::writers_of(const Use& use,
                                                             const Instance& instance) const {
+  const plan::Party self{fmt::format("decode tp{} pp{} at {}", self_.place.tp_rank,
+                                     self_.place.pp_rank, self_.control.host_port()),
+                         &self_.layout};
   std::vector<plan::Shares> writes;
   for (const std::uint32_t cp : use.mapping.cp_ranks) {  // each CP rank sends its part of all
     std::vector<plan::Party> parties;
@@ -260,12 +263,10 @@ Result<std::vector<plan::Shares>> DecodeManager::writers_of(const Use& use,
                                      link.address.host_port()),
                          &link.info.layout});
     }
-    auto elected = plan::elect_writers(parties,
-                                       {fmt::format("decode tp{} pp{} at {}", self_.place.tp_rank,
-                                                    self_.place.pp_rank, self_.control.host_port()),
-                                        &self_.layout},
-                                       static_cast<std::uint32_t>(settings_.model_layers));
+    const auto depth = static_cast<std::uint32_t>(settings_.model_layers);
+    const auto elected = plan::elect_writers(parties, self, depth);
     if (!elected.ok()) return elected.status();
+    KVF_RETURN_IF_ERROR(plan::prove_writers(parties, *elected, self, depth));
     for (const plan::Shares shares : *elected)  // the first CP rank sends all state
       writes.push_back(cp == use.mapping.cp_ranks.front() ? shares : shares & plan::kKvShare);
   }
