@@ -317,8 +317,8 @@ int run_plan(const PlanOptions& o) {
     target_items.push_back(items_of(both.targets[i].layout, both, o.tokens, 2));
     to.push_back({both.targets[i].name, &both.targets[i].layout, target_items.back()});
   }
-  const auto deliveries =
-      plan::deliveries_of(*plan, both.sources, both.rules, source_items, target_items);
+  const auto deliveries = plan::deliveries_of(*plan, both.sources, both.targets, both.rules,
+                                              source_items, target_items);
   if (!deliveries.ok()) return refuse(deliveries.status());
   const plan::Proof proof = plan::prove(
       from, to, *deliveries,

@@ -45,8 +45,10 @@ void one(const Case& c, const BenchOptions& options, std::vector<Figure>& figure
   std::uint64_t right = 0;
   for (std::uint32_t i = 0; i < options.pairs * 3; ++i) {
     auto begin = Clock::now();
-    auto runs = plan::make_runs(s, t);
-    const CopyPlan plan{CopyGroup{lanes->kv, std::move(*runs)}};
+    CopyPlan plan;
+    if (const Status status = plan::plan_list(lanes->kv, {s, 0}, {t, 0}, 0, c.pages, plan);
+        !status.ok())
+      throw std::runtime_error(status.to_string());
     plan_ms.push_back(seconds_since(begin) * 1e3);
     // A list of millions would measure the memory: of those a part, as often as it fits.
     const std::size_t parts = (c.blocks + kBlocksMax - 1) / kBlocksMax;
@@ -103,7 +105,7 @@ void prove_instances(const BenchOptions& options, std::vector<Figure>& figures) 
     auto begin = Clock::now();
     const auto plan = plan::plan_instances(sources, targets, rules);
     if (!plan.ok()) throw std::runtime_error(plan.status().to_string());
-    const auto deliveries = plan::deliveries_of(*plan, sources, rules, pages, pages);
+    const auto deliveries = plan::deliveries_of(*plan, sources, targets, rules, pages, pages);
     plan_ms.push_back(seconds_since(begin) * 1e3);
     begin = Clock::now();
     const plan::Proof proof = plan::prove(from, to, *deliveries);

@@ -101,6 +101,19 @@ TEST_F(Grants, LentItemsMayBeWrittenAndNothingElse) {
   EXPECT_FALSE(allowed(plan(1200, 80, 1, 3)));
 }
 
+TEST_F(Grants, ALaneMayGoThroughItemsInPartsThatDivideThem) {
+  EXPECT_TRUE(allowed(plan(1000, 30, 4, 6, 50))) << "both parts of items 2 to 4";
+  EXPECT_TRUE(allowed(plan(1050, 30, 3, 6, 50))) << "the same, from the second part of item 0";
+  EXPECT_FALSE(allowed(plan(1000, 30, 4, 7, 50))) << "item 5 is not lent";
+  EXPECT_FALSE(allowed(plan(1050, 30, 4, 6, 50)));
+  EXPECT_FALSE(allowed(plan(1000, 30, 3, 2, 50))) << "nor is item 1";
+  EXPECT_FALSE(allowed(plan(1000, 31, 4, 1, 50))) << "the second part would pass the item's end";
+  EXPECT_FALSE(allowed(plan(1000, 10, 4, 1, 30))) << "no divisor";
+  EXPECT_FALSE(allowed(plan(1000, 10, 2, 1, 200)));
+  EXPECT_FALSE(allowed(plan(1000, 10, 2, 1, 0)));
+  EXPECT_FALSE(allowed(plan(1000, 1, 0xFFFFFFFF, 0xFFFFFFFF, 1)));
+}
+
 TEST_F(Grants, RowsMustStayInsideTheItem) {
   CopyPlan p = plan(1000, 10, 2, 1);
   p[0].lanes[0].rows = 8;

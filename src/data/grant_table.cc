@@ -5,6 +5,11 @@
 #include <fmt/format.h>
 
 namespace kvferry::data {
+namespace {
+
+__extension__ using Wide = unsigned __int128;  // sums of what a writer says cannot wrap
+
+}  // namespace
 
 Status GrantTable::add(GrantSpec spec) {
   if (!spec.foreign && spec.token.is_zero())
@@ -48,10 +53,12 @@ Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
   // Lanes nearly always start in item 0 of slabs of one group; then the runs are checked once for
   // all of them.
   const Group* checked_group = nullptr;
-  std::uint64_t checked_shift = 0;
+  std::uint64_t checked_shift = 0, checked_parts = 0;
   for (const Lane& lane : copies.lanes) {
     const Group* found = nullptr;
-    std::uint64_t shift = 0;
+    // The lane's items are parts of the pool's: its item i is in the pool's item
+    // (i + shift) / parts.
+    std::uint64_t shift = 0, parts = 1;
     for (const Group& group : grant.groups) {
       const auto& slabs = *group.slabs;
       auto it =
@@ -60,27 +67,30 @@ Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
       if (it == slabs.begin()) continue;
       const GrantSlab& slab = *std::prev(it);
       const std::uint64_t offset = lane.target - slab.base;
-      shift = offset / slab.item_stride;
-      const std::uint64_t inside = offset % slab.item_stride;
-      const std::uint64_t extent =
-          std::uint64_t{lane.rows == 0 ? 0 : lane.rows - 1} * lane.target_row + lane.bytes;
-      if (shift >= slab.item_count) continue;
-      if (inside + extent > slab.item_bytes) {
-        return refused(
-            fmt::format("{} bytes at {} of an item of {} bytes", extent, inside, slab.item_bytes));
-      }
-      if (lane.target_item != slab.item_stride) {
+      if (offset / slab.item_stride >= slab.item_count) continue;
+      if (lane.target_item == 0 || slab.item_stride % lane.target_item != 0) {
         return refused(
             fmt::format("item stride {} of a pool with {}", lane.target_item, slab.item_stride));
+      }
+      parts = slab.item_stride / lane.target_item;
+      shift = offset / lane.target_item;
+      // Where it ends in the last part of an item.
+      const Wide inside = Wide{parts - 1} * lane.target_item + offset % lane.target_item;
+      const Wide extent = Wide{lane.rows == 0 ? 0 : lane.rows - 1} * lane.target_row + lane.bytes;
+      if (inside + extent > slab.item_bytes) {
+        return refused(fmt::format("{} bytes at {} of an item of {} bytes",
+                                   static_cast<std::uint64_t>(extent),
+                                   static_cast<std::uint64_t>(inside), slab.item_bytes));
       }
       found = &group;
       break;
     }
     if (found == nullptr)
       return refused(fmt::format("address {:#x} is in no lent pool", lane.target));
-    if (found == checked_group && shift == checked_shift) continue;
+    if (found == checked_group && shift == checked_shift && parts == checked_parts) continue;
     for (const Run& run : copies.runs) {
-      const std::uint64_t first = run.target_first + shift, end = first + run.count;
+      const std::uint64_t first = (run.target_first + shift) / parts,
+                          end = (run.target_first + shift + run.count + parts - 1) / parts;
       auto it =
           std::upper_bound(found->items.begin(), found->items.end(), first,
                            [](std::uint64_t at, const auto& range) { return at < range.first; });
@@ -90,6 +100,7 @@ Status GrantTable::check_group(const Grant& grant, const CopyGroup& copies) {
     }
     checked_group = found;
     checked_shift = shift;
+    checked_parts = parts;
   }
   return {};
 }

@@ -27,10 +27,10 @@ constexpr ComponentRow kComponents[] = {
 constexpr std::array<StateRow, kStateKinds> kStates = {{
     {StateKind::kMamba, "mamba", Pairing::kOneEach, Sharding::kBlocks},
     {StateKind::kSlidingWindow, "swa", Pairing::kPages, Sharding::kHeads},
-    {StateKind::kSparseIndex, "dsa", Pairing::kPages, Sharding::kNone},
+    {StateKind::kSparseIndex, "dsa", Pairing::kPages, Sharding::kNone, true},
     {StateKind::kSlidingRing, "swa_ring", Pairing::kRows, Sharding::kNone},
     {StateKind::kCompressed, "c128_state", Pairing::kRows, Sharding::kNone},
-    {StateKind::kMiniMaxIndex, "minimax_index_k", Pairing::kPages, Sharding::kFixed},
+    {StateKind::kMiniMaxIndex, "minimax_index_k", Pairing::kPages, Sharding::kFixed, true},
 }};
 
 const ComponentRow* find(Component component) {
@@ -50,8 +50,9 @@ const StateRow& row_of(StateKind kind) {
   return kStates.at(static_cast<std::size_t>(kind));
 }
 
-Result<std::size_t> pair_items(StateKind kind, std::size_t source, std::size_t target,
-                               std::string_view source_name, std::string_view target_name) {
+Result<std::uint64_t> pair_items(StateKind kind, Parts parts, std::size_t source,
+                                 std::size_t target, std::string_view source_name,
+                                 std::string_view target_name) {
   const StateRow& row = row_of(kind);
   const auto refused = [&](std::string_view rule) {
     return Status(Code::kRefused, fmt::format("state {}: {} items on {} and {} on {}: {}", row.name,
@@ -60,15 +61,16 @@ Result<std::size_t> pair_items(StateKind kind, std::size_t source, std::size_t t
   switch (row.pairing) {
     case Pairing::kOneEach:
       if (source != 1 || target != 1) return refused("exactly one on each side");
-      return std::size_t{1};
-    case Pairing::kPages:
-      if (source == target) return source;
-      if (source == 0 || target == 0 || std::max(source, target) - std::min(source, target) > 1)
+      return std::uint64_t{1};
+    case Pairing::kPages: {
+      const auto end = common_end(parts, source, 0, target, 1);
+      if (!end || (source == 0) != (target == 0))
         return refused("at most one page more on one side");
-      return std::min(source, target);
+      return *end;
+    }
     case Pairing::kRows:
       if (source != target) return refused("the same number on both sides");
-      return source;
+      return std::uint64_t{source};
   }
   return refused("no rule");
 }

@@ -10,6 +10,7 @@
 
 #include "kvferry/layout.h"
 #include "kvferry/status.h"
+#include "src/plan/parts.h"
 
 namespace kvferry::plan {
 
@@ -39,11 +40,15 @@ struct StateRow {
   std::string_view name;  // the reference's
   Pairing pairing{};
   Sharding sharding{};
+  // Pages of different sizes can be paired: the lists begin at the first token of the request.
+  bool divisible = false;
 };
 const StateRow& row_of(StateKind kind);
 
-// How many items are copied, the first ones of both lists. kRefused with both counts and names.
-Result<std::size_t> pair_items(StateKind kind, std::size_t source, std::size_t target,
-                               std::string_view source_name, std::string_view target_name);
+// How many parts are copied, the first ones of both lists: items, where both sides' are of one
+// size. kRefused with both counts and names.
+Result<std::uint64_t> pair_items(StateKind kind, Parts parts, std::size_t source,
+                                 std::size_t target, std::string_view source_name,
+                                 std::string_view target_name);
 
 }  // namespace kvferry::plan

@@ -208,6 +208,29 @@ std::vector<StatePool> state_pools(const Layout& layout, StateKind kind) {
   return pools;
 }
 
+std::vector<GrantSlab> grant_slabs(const Layout& layout, Shares share) {
+  std::vector<GrantSlab> slabs;
+  for (const Slab& slab : layout.slabs) {
+    if (share_of(slab) == share)
+      slabs.push_back({slab.base, slab.item_stride, slab.item_bytes, slab.item_count});
+  }
+  std::sort(slabs.begin(), slabs.end(),
+            [](const GrantSlab& a, const GrantSlab& b) { return a.base < b.base; });
+  std::vector<GrantSlab> merged;
+  for (const GrantSlab& slab : slabs) {
+    GrantSlab* last = merged.empty() ? nullptr : &merged.back();
+    const std::uint64_t offset = last != nullptr ? slab.base - last->base : 0;
+    if (last != nullptr && last->item_stride == slab.item_stride &&
+        offset + slab.item_bytes <= slab.item_stride) {
+      last->item_bytes = std::max(last->item_bytes, offset + slab.item_bytes);
+      last->item_count = std::min(last->item_count, slab.item_count);
+    } else {
+      merged.push_back(slab);
+    }
+  }
+  return merged;
+}
+
 std::vector<Region> regions_of(const Layout& layout) {
   std::vector<Region> regions;
   for (const Slab& slab : layout.slabs)  // a block ends with its last item, not with its pool's

@@ -80,6 +80,11 @@ struct StatePool {
 // The pools of one kind, in the order of the slabs.
 std::vector<StatePool> state_pools(const Layout& layout, StateKind kind);
 
+// What grants of one share lend items of; share 0: the aux rows. Slabs that lie beside each other
+// in every item (K and V of a block, blocks of one state) become one, as grants name memory that
+// does not overlap. The gaps between them are lent too.
+std::vector<GrantSlab> grant_slabs(const Layout& layout, Shares share);
+
 // What a data plane must be able to reach: every slab of the layout.
 std::vector<Region> regions_of(const Layout& layout);
 

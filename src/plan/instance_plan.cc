@@ -96,6 +96,7 @@ Result<InstancePlan> plan_instances(std::span<const PlannedRank> sources,
 
 Result<std::vector<Delivery>> deliveries_of(const InstancePlan& plan,
                                             std::span<const PlannedRank> sources,
+                                            std::span<const PlannedRank> targets,
                                             const InstanceRules& rules,
                                             std::span<const RequestItems> source_items,
                                             std::span<const RequestItems> target_items) {
@@ -105,21 +106,34 @@ Result<std::vector<Delivery>> deliveries_of(const InstancePlan& plan,
     Delivery delivery{pair.source, pair.target, {}};
     const RankPlace& place = sources[pair.source].place;
     const RequestItems &own = source_items[pair.source], &theirs = target_items[pair.target];
-    std::span<const PageIndex> from = own.pages, to = theirs.pages;
-    if (from.size() != to.size())
-      return Status(Code::kInvalidArgument,
-                    fmt::format("{} source pages but {} target pages", from.size(), to.size()));
-    if (rules.all_cp_ranks) {
-      const PagePart part = cp_part(from.size(), place.cp_size, place.cp_rank);
-      from = from.subspan(part.begin, part.end - part.begin);
-      to = to.subspan(part.begin, part.end - part.begin);
+    const Layout& layout = targets[pair.target].layout;
+    ChunkCut cut{.parts = pair.lanes.kv.parts,
+                 .source_pages = own.pages.size(),
+                 .held = theirs.prefix_tokens / layout.page_tokens * pair.lanes.kv.parts.target,
+                 .target_pages = theirs.pages.size(),
+                 .exact = true,
+                 .cp_size = rules.all_cp_ranks ? place.cp_size : 1,
+                 .cp_rank = rules.all_cp_ranks ? place.cp_rank : 0};
+    const std::uint64_t chunk = rules.chunk_pages == 0 ? own.pages.size() : rules.chunk_pages;
+    for (; cut.first_page < cut.source_pages; cut.first_page += chunk) {
+      cut.page_count = std::min(chunk, cut.source_pages - cut.first_page);
+      const auto range = range_of(cut);
+      if (!range) {
+        return Status(
+            Code::kInvalidArgument,
+            fmt::format("{} pages of {} tokens on {} but {} of {} on {} behind {} tokens",
+                        own.pages.size(), sources[pair.source].layout.page_tokens,
+                        sources[pair.source].name, theirs.pages.size(), layout.page_tokens,
+                        targets[pair.target].name, theirs.prefix_tokens));
+      }
+      const auto pages = std::span(own.pages).subspan(cut.first_page, cut.page_count);
+      KVF_RETURN_IF_ERROR(plan_list(pair.lanes.kv, {pages, cut.first_page * cut.parts.source},
+                                    {theirs.pages, cut.held}, range->begin, range->end,
+                                    delivery.plan));
     }
-    auto runs = make_runs(from, to);
-    if (!runs.ok()) return runs.status();
-    if (!runs->empty() && !pair.lanes.kv.empty())
-      delivery.plan.push_back({pair.lanes.kv, std::move(*runs)});
     KVF_RETURN_IF_ERROR(plan_states(pair.lanes, pair.writes, own.states, theirs.states,
-                                    sources[pair.source].name, "its target", delivery.plan));
+                                    sources[pair.source].name, targets[pair.target].name,
+                                    delivery.plan));
     if (!delivery.plan.empty()) deliveries.push_back(std::move(delivery));
   }
   return deliveries;

@@ -26,6 +26,7 @@ struct InstanceRules {
   std::uint32_t kv_heads = 0;
   std::uint32_t model_layers = 0;  // draft layers come from here on; 0: there are none
   bool all_cp_ranks = false;       // each CP rank sends its part of the pages; else the first alone
+  std::uint32_t chunk_pages = 0;   // a request is sent in chunks of so many source pages; 0: in one
 };
 // One pair of ranks that speak with each other.
 struct PlannedPair {
@@ -48,6 +49,7 @@ Result<InstancePlan> plan_instances(std::span<const PlannedRank> sources,
 // The copies of one request, KV and state, by what each rank holds of it.
 Result<std::vector<Delivery>> deliveries_of(const InstancePlan& plan,
                                             std::span<const PlannedRank> sources,
+                                            std::span<const PlannedRank> targets,
                                             const InstanceRules& rules,
                                             std::span<const RequestItems> source_items,
                                             std::span<const RequestItems> target_items);

@@ -113,7 +113,7 @@ void move_and_check(const Geometry& geometry, std::uint32_t p_tp, std::uint32_t 
         ASSERT_TRUE(lanes.ok()) << lanes.status().to_string();
         const auto runs = make_runs(source_pages, target_pages);
         ASSERT_TRUE(runs.ok());
-        copy({CopyGroup{lanes->kv, *runs}});
+        copy({CopyGroup{lanes->kv.even, *runs}});
       }
       std::size_t wrong = 0, right = 0;
       const std::vector<std::uint8_t> after = decode.memory;
@@ -188,10 +188,10 @@ TEST(Plan, EqualLayoutsMeltIntoOnePieceForEachRun) {
   const Layout layout = layout_of_rank(geometry, {}, 16, 100, 0);
   const auto lanes = pair_lanes(layout, layout, "a", "b");
   ASSERT_TRUE(lanes.ok());
-  ASSERT_EQ(lanes->kv.size(), 2U);
-  EXPECT_EQ(lanes->kv[0].rows, 1U);
-  EXPECT_EQ(lanes->kv[0].bytes, 4U * 8 * 16);
-  const auto blocks = expand({CopyGroup{lanes->kv, {kvferry::Run{1, 5, 3}}}});
+  ASSERT_EQ(lanes->kv.even.size(), 2U);
+  EXPECT_EQ(lanes->kv.even[0].rows, 1U);
+  EXPECT_EQ(lanes->kv.even[0].bytes, 4U * 8 * 16);
+  const auto blocks = expand({CopyGroup{lanes->kv.even, {kvferry::Run{1, 5, 3}}}});
   EXPECT_EQ(blocks.size(), 2U);
   EXPECT_EQ(blocks[0].bytes, 3U * 4 * 8 * 16);
 }
@@ -238,8 +238,29 @@ TEST(Plan, LayoutsThatDoNotFitAreRefusedWithBothValues) {
   ASSERT_FALSE(lanes.ok());
   EXPECT_EQ(lanes.status().message(),
             "key of layer 0: bytes per head and token is 8 on prefill p0 and 16 on decode d1");
-  EXPECT_FALSE(
-      pair_lanes(layout_of_rank(a, {}, 16, 4, 0), layout_of_rank(a, {}, 64, 4, 0), "p", "d").ok());
+}
+
+TEST(Plan, PagesOfDifferentSizesArePairedByTheirParts) {
+  const Geometry a{.name = "a",
+                   .layers = 1,
+                   .attention = {},
+                   .kv_heads = 4,
+                   .key_head_bytes = 8,
+                   .value_head_bytes = 8,
+                   .dtype = DType::kBFloat16,
+                   .aux_bytes = {}};
+  const auto lanes =
+      pair_lanes(layout_of_rank(a, {}, 16, 8, 0), layout_of_rank(a, {}, 64, 4, 0), "p", "d");
+  ASSERT_TRUE(lanes.ok()) << lanes.status().to_string();
+  EXPECT_EQ(lanes->kv.parts, (Parts{1, 4}));
+  // Pages 5 and 2 of 16 tokens are the second and the third quarter of page 3 of 64.
+  const std::vector<PageIndex> source{5, 2}, target{3};
+  CopyPlan plan;
+  ASSERT_TRUE(plan_list(lanes->kv, {source, 1}, {target, 0}, 1, 3, plan).ok());
+  const std::uint64_t token = 4 * 8;
+  for (const Block& block : expand(plan)) EXPECT_EQ(block.bytes, 16 * token);
+  ASSERT_EQ(plan.size(), 1U);
+  EXPECT_EQ(plan.front().runs, (std::vector<kvferry::Run>{{5, 13, 1}, {2, 14, 1}}));
 }
 
 TEST(Plan, SizesThatDoNotDivideAreRefusedWithBothSizes) {
@@ -286,7 +307,7 @@ TEST(Plan, ALayoutThatCannotBeIsRefusedByItself) {
 
 TEST(State, T09ListsOfStateArePairedByTheRuleOfTheirKind) {
   const auto pair = [](StateKind kind, std::size_t source, std::size_t target) {
-    return pair_items(kind, source, target, "prefill A", "decode B");
+    return pair_items(kind, {}, source, target, "prefill A", "decode B");
   };
   // A sampled token may have a page more; the prompt's pages are what is sent.
   EXPECT_EQ(*pair(StateKind::kSlidingWindow, 65, 64), 64U);

@@ -1,12 +1,14 @@
 #include "src/plan/planner.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <tuple>
 
 #include <fmt/format.h>
 
 #include "src/plan/components.h"
+#include "src/plan/ranks.h"
 
 namespace kvferry::plan {
 namespace {
@@ -73,6 +75,45 @@ void add_lanes(const Slab& source, const Slab& target, std::uint32_t head_begin,
   }
 }
 
+// A slab whose items are the parts of its items; nothing when the parts of one item do not lie as
+// far apart as its last part and the next item.
+std::optional<Slab> in_parts(Slab slab, std::uint32_t parts) {
+  if (parts == 1) return slab;
+  if (slab.item_stride != slab.rows_per_item * slab.row_stride) return std::nullopt;
+  slab.rows_per_item /= parts;
+  slab.item_stride /= parts;
+  return slab;
+}
+
+// Between pools of pages of different sizes, cut into parts.
+Status add_parts(const Slab& source, const Slab& target, std::uint32_t head_begin,
+                 std::uint32_t head_count, std::string_view source_name,
+                 std::string_view target_name, ListLanes& out) {
+  const Parts parts = out.parts;
+  const auto from = in_parts(source, parts.source), to = in_parts(target, parts.target);
+  if (from && to) {
+    add_lanes(*from, *to, head_begin, head_count, out.even);
+    return {};
+  }
+  if (std::uint64_t{parts.source} * parts.target > kSplitPartsMax) {
+    return Status(
+        Code::kRefused,
+        fmt::format("{}: pages of {} tokens on {} and {} on {} would be cut into {} times "
+                    "{} parts, which is above {}",
+                    name_of(source), source.rows_per_item, source_name, target.rows_per_item,
+                    target_name, parts.source, parts.target, kSplitPartsMax));
+  }
+  Slab part = source;  // item strides stay: items are whole pages, which are entered at a part
+  part.rows_per_item /= parts.source;
+  std::vector<Lane> lanes;
+  add_lanes(part, target, head_begin, head_count, lanes);
+  for (const Lane& lane : lanes) {
+    out.split.push_back({lane, part.rows_per_item * source.row_stride,
+                         target.rows_per_item / parts.target * target.row_stride});
+  }
+  return {};
+}
+
 }  // namespace
 
 HeadRange heads_of_rank(std::uint32_t heads, std::uint32_t tp_size, std::uint32_t tp_rank) {
@@ -87,9 +128,18 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
   for (const Slab& slab : target.slabs)
     targets.emplace(std::tuple(slab.component, slab.layer), &slab);
 
+  const Parts parts = parts_of(source.page_tokens, target.page_tokens);
   PairLanes lanes;
+  lanes.kv.parts = parts;
+  for (std::size_t k = 0; k < kStateKinds; ++k) {
+    if (row_of(static_cast<StateKind>(k)).pairing == Pairing::kPages) lanes.states[k].parts = parts;
+  }
   for (const Slab& from : source.slabs) {
     const std::optional<StateKind> kind = state_of(from.component);
+    ListLanes* list = from.component == Component::kAux ? nullptr
+                      : kind ? &lanes.states.at(static_cast<std::size_t>(*kind))
+                             : &lanes.kv;
+    const Parts cut = list == nullptr ? Parts{} : list->parts;
     const auto [begin, end] = targets.equal_range(std::tuple(from.component, from.layer));
     for (auto it = begin; it != end; ++it) {
       const Slab& to = *it->second;
@@ -101,7 +151,9 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
         return mismatch(from, "bytes per head and token", from.head_bytes, source_name,
                         to.head_bytes, target_name);
       }
-      if (from.rows_per_item != to.rows_per_item) {
+      // The same number of rows in each part.
+      if (from.rows_per_item % cut.source != 0 || to.rows_per_item % cut.target != 0 ||
+          from.rows_per_item / cut.source != to.rows_per_item / cut.target) {
         return mismatch(from, "tokens per page", from.rows_per_item, source_name, to.rows_per_item,
                         target_name);
       }
@@ -109,10 +161,21 @@ Result<PairLanes> pair_lanes(const Layout& source, const Layout& target,
         return mismatch(from, "dtype number", static_cast<std::uint64_t>(from.dtype), source_name,
                         static_cast<std::uint64_t>(to.dtype), target_name);
       }
-      add_lanes(from, to, head_begin, head_end - head_begin,
-                from.component == Component::kAux ? lanes.aux
-                : kind                            ? lanes.states.at(static_cast<std::size_t>(*kind))
-                                                  : lanes.kv);
+      if (cut.whole()) {
+        add_lanes(from, to, head_begin, head_end - head_begin,
+                  list == nullptr ? lanes.aux : list->even);
+        continue;
+      }
+      if (kind && !row_of(*kind).divisible) {
+        return Status(Code::kRefused,
+                      fmt::format("{}: pages of {} tokens on {} and {} on {}: a list of state {} "
+                                  "does not say at which token it begins, so pages of different "
+                                  "sizes cannot be paired",
+                                  name_of(from), from.rows_per_item, source_name, to.rows_per_item,
+                                  target_name, row_of(*kind).name));
+      }
+      KVF_RETURN_IF_ERROR(
+          add_parts(from, to, head_begin, head_end - head_begin, source_name, target_name, *list));
     }
   }
   return lanes;
@@ -148,20 +211,105 @@ Result<std::vector<Run>> make_runs(std::span<const PageIndex> source,
   return runs;
 }
 
+std::optional<PartRange> range_of(const ChunkCut& cut) {
+  std::uint64_t request_end = cut.source_pages * cut.parts.source;
+  if (cut.exact) {
+    const auto common = common_end(cut.parts, cut.source_pages, cut.held, cut.target_pages);
+    if (!common) return std::nullopt;
+    request_end = *common;
+  } else if (cut.held + cut.target_pages * cut.parts.target < request_end) {
+    return std::nullopt;
+  }
+  const PagePart part =
+      cp_part(request_end - std::min(request_end, cut.held), cut.cp_size, cut.cp_rank);
+  const std::uint64_t chunk = cut.first_page * cut.parts.source;
+  return PartRange{std::max(chunk, cut.held + part.begin),
+                   std::min(chunk + cut.page_count * cut.parts.source, cut.held + part.end)};
+}
+
+Status plan_list(const ListLanes& lanes, ListSpan source, ListSpan target, std::uint64_t begin,
+                 std::uint64_t end, CopyPlan& plan) {
+  if (begin >= end || lanes.empty()) return {};
+  const Parts parts = lanes.parts;
+  const auto holds = [&](const ListSpan& list, std::uint32_t n) {
+    return list.first <= begin && end <= list.first + list.items.size() * n;
+  };
+  if (!holds(source, parts.source) || !holds(target, parts.target)) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("parts {}..{} of lists that hold {} source items from part {} on and "
+                              "{} target items from part {} on",
+                              begin, end, source.items.size(), source.first, target.items.size(),
+                              target.first));
+  }
+  if (parts.whole()) {
+    auto runs = make_runs(source.items.subspan(begin - source.first, end - begin),
+                          target.items.subspan(begin - target.first, end - begin));
+    if (!runs.ok()) return runs.status();
+    plan.push_back({lanes.even, std::move(*runs)});
+    return {};
+  }
+  const auto append = [](std::vector<Run>& runs, std::uint64_t s, std::uint64_t t) {
+    if (!runs.empty()) {
+      Run& last = runs.back();
+      if (s == std::uint64_t{last.source_first} + last.count &&
+          t == std::uint64_t{last.target_first} + last.count) {
+        ++last.count;
+        return;
+      }
+    }
+    runs.push_back({static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(t), 1});
+  };
+  std::vector<Run> even;
+  std::vector<std::vector<Run>> split(
+      lanes.split.empty() ? 0 : std::size_t{parts.source} * parts.target);
+  for (std::uint64_t at = begin; at < end; ++at) {
+    const std::uint64_t s = at - source.first, t = at - target.first;
+    const PageIndex from = source.items[s / parts.source], to = target.items[t / parts.target];
+    const std::uint64_t a = s % parts.source, b = t % parts.target;
+    const auto part_of = [](PageIndex item, std::uint32_t n, std::uint64_t part) {
+      return static_cast<std::uint64_t>(item) * n + part;
+    };
+    constexpr std::uint64_t kMost = std::numeric_limits<std::uint32_t>::max();
+    if (from < 0 || to < 0 || part_of(from, parts.source, a) >= kMost ||
+        part_of(to, parts.target, b) >= kMost) {
+      return Status(Code::kInvalidArgument,
+                    fmt::format("page index {} -> {}, of {} and {} parts, is negative or too large",
+                                from, to, parts.source, parts.target));
+    }
+    if (!lanes.even.empty())
+      append(even, part_of(from, parts.source, a), part_of(to, parts.target, b));
+    if (!split.empty())
+      append(split[a * parts.target + b], static_cast<std::uint64_t>(from),
+             static_cast<std::uint64_t>(to));
+  }
+  if (!lanes.even.empty()) plan.push_back({lanes.even, std::move(even)});
+  for (std::size_t pair = 0; pair < split.size(); ++pair) {
+    if (split[pair].empty()) continue;
+    CopyGroup group{{}, std::move(split[pair])};
+    for (const SplitLane& lane : lanes.split) {
+      group.lanes.push_back(lane.lane);
+      group.lanes.back().source += pair / parts.target * lane.source_part;
+      group.lanes.back().target += pair % parts.target * lane.target_part;
+    }
+    plan.push_back(std::move(group));
+  }
+  return {};
+}
+
 Status plan_states(const PairLanes& lanes, Shares shares, const StateLists& source,
                    const StateLists& target, std::string_view source_name,
                    std::string_view target_name, CopyPlan& plan) {
   for (std::size_t k = 0; k < kStateKinds; ++k) {
     const auto kind = static_cast<StateKind>(k);
     if (lanes.states[k].empty() || (shares & share_of(kind)) == 0) continue;
-    const auto count =
-        pair_items(kind, source[k].size(), target[k].size(), source_name, target_name);
-    if (!count.ok()) return count.status();
-    auto runs = make_runs(std::span(source[k]).first(*count), std::span(target[k]).first(*count));
-    if (!runs.ok())
-      return Status(runs.status().code(),
-                    fmt::format("state {}: {}", to_string(kind), runs.status().message()));
-    if (!runs->empty()) plan.push_back({lanes.states[k], std::move(*runs)});
+    const auto end = pair_items(kind, lanes.states[k].parts, source[k].size(), target[k].size(),
+                                source_name, target_name);
+    if (!end.ok()) return end.status();
+    const Status planned =
+        plan_list(lanes.states[k], {source[k], 0}, {target[k], 0}, 0, *end, plan);
+    if (!planned.ok())
+      return Status(planned.code(),
+                    fmt::format("state {}: {}", to_string(kind), planned.message()));
   }
   return {};
 }

@@ -15,7 +15,7 @@
 namespace kvferry::plan {
 
 // One rank and where it keeps the request. Sources and targets that take part agree on the
-// positions, so their lists are equally long.
+// tokens: lists of pages may end inside their last page, others are equally long.
 struct ProofRank {
   std::string name;
   const Layout* layout = nullptr;

@@ -121,25 +121,37 @@ Result<std::vector<Shares>> elect_writers(std::span<const Party> sources, const 
 
 Status prove_writers(std::span<const Party> sources, std::span<const Shares> shares,
                      const Party& target, std::uint32_t model_layers) {
-  RequestItems items{{0}, {}};
-  for (auto& list : items.states) list = {0};
-  const std::vector<Run> one{Run{0, 0, 1}};
+  // One item of each list, or as many pages as both page sizes come out even with.
+  const auto items_for = [](std::size_t pages) {
+    RequestItems items;
+    for (std::size_t i = 0; i < pages; ++i) items.pages.push_back(static_cast<PageIndex>(i));
+    for (std::size_t k = 0; k < kStateKinds; ++k) {
+      const StateRow& row = row_of(static_cast<StateKind>(k));
+      items.states[k] = row.pairing == Pairing::kPages ? items.pages : std::vector<PageIndex>{0};
+    }
+    return items;
+  };
+  // All sources are ranks of one instance, which has one page size.
+  const Parts parts =
+      sources.empty() ? Parts{}
+                      : parts_of(sources.front().layout->page_tokens, target.layout->page_tokens);
+  const RequestItems source_items = items_for(parts.target), target_items = items_for(parts.source);
   std::vector<ProofRank> from;
   std::vector<Delivery> deliveries;
   for (std::size_t i = 0; i < sources.size(); ++i) {
-    from.push_back({sources[i].name, sources[i].layout, items});
+    from.push_back({sources[i].name, sources[i].layout, source_items});
     if (shares[i] == 0) continue;
     auto lanes = pair_lanes(*sources[i].layout, *target.layout, sources[i].name, target.name);
     if (!lanes.ok()) return lanes.status();
     Delivery delivery{i, 0, {}};
-    if ((shares[i] & kKvShare) != 0) delivery.plan.push_back({std::move(lanes->kv), one});
-    for (std::size_t k = 0; k < kStateKinds; ++k) {
-      if ((shares[i] & share_of(static_cast<StateKind>(k))) != 0)
-        delivery.plan.push_back({std::move(lanes->states[k]), one});
-    }
+    if ((shares[i] & kKvShare) != 0)
+      KVF_RETURN_IF_ERROR(plan_list(lanes->kv, {source_items.pages, 0}, {target_items.pages, 0}, 0,
+                                    std::uint64_t{parts.source} * parts.target, delivery.plan));
+    KVF_RETURN_IF_ERROR(plan_states(*lanes, shares[i], source_items.states, target_items.states,
+                                    sources[i].name, target.name, delivery.plan));
     deliveries.push_back(std::move(delivery));
   }
-  const std::vector<ProofRank> to{{target.name, target.layout, items}};
+  const std::vector<ProofRank> to{{target.name, target.layout, target_items}};
   const Proof proof = prove(from, to, deliveries, {.model_layers = model_layers});
   if (proof.proved) return {};
   return Status(Code::kRefused, "not proved: " + proof.problems.front());

@@ -12,30 +12,6 @@
 
 namespace kvferry::proto {
 
-namespace {
-
-// Slabs that lie beside each other in every item (K and V of a block, blocks of one state) become
-// one: grants name memory that does not overlap. The gaps between them are lent too.
-std::vector<GrantSlab> merge_slabs(std::vector<GrantSlab> slabs) {
-  std::sort(slabs.begin(), slabs.end(),
-            [](const GrantSlab& a, const GrantSlab& b) { return a.base < b.base; });
-  std::vector<GrantSlab> merged;
-  for (const GrantSlab& slab : slabs) {
-    GrantSlab* last = merged.empty() ? nullptr : &merged.back();
-    const std::uint64_t offset = last != nullptr ? slab.base - last->base : 0;
-    if (last != nullptr && last->item_stride == slab.item_stride &&
-        offset + slab.item_bytes <= slab.item_stride) {
-      last->item_bytes = std::max(last->item_bytes, offset + slab.item_bytes);
-      last->item_count = std::min(last->item_count, slab.item_count);
-    } else {
-      merged.push_back(slab);
-    }
-  }
-  return merged;
-}
-
-}  // namespace
-
 DecodeManager::DecodeManager(DecodeSelf self, const Settings& settings, Ports ports)
     : self_(std::move(self)),
       settings_(settings),
@@ -47,20 +23,13 @@ DecodeManager::DecodeManager(DecodeSelf self, const Settings& settings, Ports po
     if (slab.component == Component::kAux)
       aux_rows_ = aux_rows_ == 0 ? slab.item_count : std::min(aux_rows_, slab.item_count);
   }
-  const auto slabs_where = [this](auto&& belongs) {
-    std::vector<GrantSlab> slabs;
-    for (const Slab& slab : self_.layout.slabs) {
-      if (belongs(slab))
-        slabs.push_back({slab.base, slab.item_stride, slab.item_bytes, slab.item_count});
-    }
-    return std::make_shared<const std::vector<GrantSlab>>(merge_slabs(std::move(slabs)));
+  const auto slabs_of = [this](plan::Shares share) {
+    return std::make_shared<const std::vector<GrantSlab>>(plan::grant_slabs(self_.layout, share));
   };
-  kv_slabs_ = slabs_where([](const Slab& s) { return plan::share_of(s) == plan::kKvShare; });
-  aux_slabs_ = slabs_where([](const Slab& s) { return s.component == Component::kAux; });
-  for (std::size_t k = 0; k < kStateKinds; ++k) {
-    state_slabs_[k] = slabs_where(
-        [k](const Slab& s) { return state_of(s.component) == static_cast<StateKind>(k); });
-  }
+  kv_slabs_ = slabs_of(plan::kKvShare);
+  aux_slabs_ = slabs_of(0);
+  for (std::size_t k = 0; k < kStateKinds; ++k)
+    state_slabs_[k] = slabs_of(plan::share_of(static_cast<StateKind>(k)));
 }
 
 DecodeManager::Use* DecodeManager::find(UseId id) {

@@ -148,19 +148,20 @@ Result<plan::RankMapping> DecodeManager::map_to(const wire::Topology& topology,
                                   .pp_size = topology.pp_size,
                                   .cp_size = topology.cp_size,
                                   .dp_size = topology.dp_size};
-  return instance.all_native ? plan::map_native_ranks(self_.place, self_.attention,
-                                                      self_.total_kv_heads, shape, all_cp)
-                             : plan::map_ranks(self_.place, self_.attention, shape, all_cp);
+  if (instance.all_native)
+    return plan::map_native_ranks(self_.place, self_.attention, self_.total_kv_heads, shape,
+                                  all_cp);
+  if (topology.page_size && *topology.page_size != self_.layout.page_tokens) {
+    return Status(Code::kRefused,
+                  fmt::format("page size differs: it has {}, this decode rank has {}; only native "
+                              "ranks can bring them together",
+                              *topology.page_size, self_.layout.page_tokens));
+  }
+  return plan::map_ranks(self_.place, self_.attention, shape, all_cp);
 }
 
 Status DecodeManager::check_fit(const wire::Topology& topology, const Address& bootstrap,
                                 const Instance& instance) const {
-  if (topology.page_size && *topology.page_size != self_.layout.page_tokens) {
-    return Status(
-        Code::kRefused,
-        fmt::format("page size differs: prefill instance {} has {}, this decode rank has {}",
-                    bootstrap.host_port(), *topology.page_size, self_.layout.page_tokens));
-  }
   if (topology.kv_cache_dtype && *topology.kv_cache_dtype != self_.kv_cache_dtype) {
     return Status(
         Code::kRefused,

@@ -286,35 +286,45 @@ Status PrefillManager::plan_for(const Use& use, const PeerKey& peer, const Desti
   const plan::PairLanes* lanes = lanes_of(peer);
   if (lanes == nullptr) return Status(Code::kPeerLost, describe_peer(peer) + " is not registered");
   if (!peer.is_native()) KVF_RETURN_IF_ERROR(foreign_.at(peer.name).refusal);
-  // Whole pages that the other side holds already. (A foreign rank's prefix may end inside a page;
-  // that page is sent.)
+  const plan::ListLanes& kv = lanes->kv;
+  const std::uint32_t page = self_.layout.page_tokens,
+                      their_page = page / kv.parts.source * kv.parts.target;
+  const std::uint64_t prefix = to.metadata.prefix_tokens.value_or(0);
+  const auto refused = [&](std::string_view rule) {
+    return Status(
+        Code::kRefused,
+        fmt::format("{}: {} pages of {} tokens are announced but {} lent {} of {} behind a "
+                    "prefix of {} tokens: {}",
+                    room_text(use.room), *use.pages_total, page, describe_peer(peer),
+                    to.metadata.pages.size(), their_page, prefix, rule));
+  };
+  // All positions are in parts of pages (plan/parts.h), counted from the first page that is sent.
+  // Whole pages that the other side holds already are left out. (A foreign rank's prefix may end
+  // inside a page; that page is sent.)
+  const std::uint64_t all = *use.pages_total * kv.parts.source;
   const std::uint64_t held =
-      use.whole_request ? std::min(*use.pages_total,
-                                   to.metadata.prefix_tokens.value_or(0) / self_.layout.page_tokens)
-                        : 0;
-  const std::uint64_t total = *use.pages_total - held;
-  // Native ranks take exactly what is sent; a foreign one may hold a page more (padding, a
-  // speculative token), never less.
-  if (to.metadata.pages.size() < total || (peer.is_native() && to.metadata.pages.size() != total)) {
-    return Status(Code::kRefused,
-                  fmt::format("{}: {} pages are sent but {} lent {}", room_text(use.room), total,
-                              describe_peer(peer), to.metadata.pages.size()));
-  }
-  std::uint64_t begin = std::max(chunk.begin, held), end = chunk.begin + chunk.pages.size();
-  if (all_cp_ranks() && !self_.layer_split) {
-    const plan::PagePart part = plan::cp_part(total, self_.place.cp_size, self_.place.cp_rank);
-    begin = std::max(begin, held + part.begin);
-    end = std::max(begin, std::min(end, held + part.end));
-  }
+      use.whole_request ? std::min(all, prefix / their_page * kv.parts.target) : 0;
+  if (!use.whole_request && !kv.parts.whole() && prefix % page != 0)
+    return refused("pages behind it can be sent only if it is whole pages here too");
+  const bool cut = all_cp_ranks() && !self_.layer_split;
+  const auto range = plan::range_of({.parts = kv.parts,
+                                     .source_pages = *use.pages_total,
+                                     .first_page = chunk.begin,
+                                     .page_count = chunk.pages.size(),
+                                     .held = held,
+                                     .target_pages = to.metadata.pages.size(),
+                                     .exact = peer.is_native(),
+                                     .cp_size = cut ? self_.place.cp_size : 1,
+                                     .cp_rank = cut ? self_.place.cp_rank : 0});
+  if (!range)
+    return refused(peer.is_native() ? "these are not the same tokens" : "these are too few");
   const plan::Shares writes = peer.is_native() ? to.metadata.writes : foreign_.at(peer.name).writes;
-  if (begin < end && (writes & plan::kKvShare) != 0) {
-    const auto source = std::span(chunk.pages).subspan(begin - chunk.begin, end - begin);
-    const auto target = std::span(to.metadata.pages).subspan(begin - held, end - begin);
-    auto runs = plan::make_runs(source, target);
-    if (!runs.ok())
-      return Status(runs.status().code(),
-                    fmt::format("{}: {}", room_text(use.room), runs.status().message()));
-    if (!lanes->kv.empty()) plan.push_back({lanes->kv, std::move(*runs)});
+  if ((writes & plan::kKvShare) != 0) {
+    const Status planned =
+        plan::plan_list(kv, {chunk.pages, chunk.begin * kv.parts.source}, {to.metadata.pages, held},
+                        range->begin, range->end, plan);
+    if (!planned.ok())
+      return Status(planned.code(), fmt::format("{}: {}", room_text(use.room), planned.message()));
   }
   if (chunk.last) {
     const auto states = states_of(peer, to.metadata);

@@ -205,7 +205,7 @@ TEST(Vector, SendKvcache) {
     }
     const auto lanes = plan::pair_lanes(source, target, "prefill", "decode");
     ASSERT_TRUE(lanes.ok()) << lanes.status().to_string();
-    const auto ours = sorted(plan::expand({CopyGroup{lanes->kv, *runs}}));
+    const auto ours = sorted(plan::expand({CopyGroup{lanes->kv.even, *runs}}));
     const auto theirs = blocks_of(expected.at("calls"));
     if (expected.value("ret", -1) == 0) {
       EXPECT_EQ(ours, theirs) << text(ours) << " against " << text(theirs);
@@ -363,7 +363,7 @@ TEST(Vector, SendKvcacheSlice) {
       }
       std::sort(out.begin(), out.end());
     };
-    spread(plan::expand({CopyGroup{lanes->kv, *runs}}), ours);
+    spread(plan::expand({CopyGroup{lanes->kv.even, *runs}}), ours);
     spread(oracle, wanted);
     ASSERT_EQ(ours, wanted);
     if (static_cast<std::uint32_t>(d) <= *heads && expected.value("ret", -1) == 0) {

@@ -176,8 +176,9 @@ TEST(Vector, MaybeSendExtra) {
       pair.target[k] = list("dst_state_indices");
       // Lists that differ by more than the page of a sampled token: the reference sends what both
       // have, or nothing, and says Success.
-      refused = refused ||
-                !plan::pair_items(kind, pair.source[k].size(), pair.target[k].size(), "", "").ok();
+      refused =
+          refused ||
+          !plan::pair_items(kind, {}, pair.source[k].size(), pair.target[k].size(), "", "").ok();
     }
     ++compared;
     const auto got = pair.copies();
