@@ -125,7 +125,8 @@ def bench():
         expect(done.returncode == 0, done.stdout + done.stderr)
         figures = json.loads(out.read_text())
         names = {f["name"] for f in figures}
-        expect(names == {"planner.fragmented_8k_ms", "planner.slices_2k_ms", "rooms.p50_us", "rooms.p99_us", "rooms.per_second_64",
+        expect(names == {"planner.fragmented_8k_ms", "planner.slices_2k_ms", "planner.slices_128k_ms", "planner.prove_64x64_ms",
+                         "rooms.p50_us", "rooms.p99_us", "rooms.per_second_64",
                          "rooms.cpu_us_per_room_prefill", "rooms.cpu_us_per_room_decode", "rooms.small_beside_large_p99"}
                | {f"plane.{way}.{row}" for way in ("tcp", "shm_ring", "shm_mapped") for row in ("256", "64k")}, names)
         for figure in figures:
@@ -136,7 +137,7 @@ def bench():
 
 
 def usage():
-    for arguments in (["demo", "--model", "nothing"], ["demo", "--prefill", "tp=0"], ["demo", "--plane", "pigeon"], ["demo", "--plane", "shm", "--codec", "sglang"], ["demo", "--prefill", "tp=2", "--decode", "tp=3"],
+    for arguments in (["demo", "--model", "nothing"], ["demo", "--prefill", "tp=0"], ["demo", "--plane", "pigeon"], ["demo", "--plane", "shm", "--codec", "sglang"], ["demo", "--codec", "sglang", "--prefill", "tp=2", "--decode", "tp=3"],
                       ["demo", "--trace", "/nowhere"], ["demo", "--scale", "-1"], ["demo", "--nonsense"], ["nonsense"]):
         done = subprocess.run([TOOL, *arguments], capture_output=True, text=True, timeout=60)
         expect(done.returncode == 2, arguments, done.returncode, done.stdout + done.stderr)
