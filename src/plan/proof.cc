@@ -17,7 +17,6 @@ namespace {
 // One byte of an item, by what it means.
 struct Cell {
   std::uint32_t row = 0, head = 0, byte = 0;
-  friend auto operator<=>(const Cell&, const Cell&) = default;
 };
 
 std::uint64_t offset_of(const Slab& slab, std::uint32_t row, std::uint32_t head) {
