@@ -117,6 +117,7 @@ class Rank {
     const auto common = [&](EndpointOptions& o) {
       o.place = place_;
       o.layout = layout_;
+      o.state_kinds = plan::kinds_of(geometry_);
       o.mla = geometry_.attention.mla;
       o.hybrid_mla = geometry_.attention.hybrid_mla;
       o.total_kv_heads = geometry_.kv_heads;

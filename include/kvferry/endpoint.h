@@ -55,9 +55,12 @@ enum class LogLevel : std::uint8_t { kDebug, kInfo, kWarning, kError, kOff };
 // What prefill and decode ranks have in common.
 struct EndpointOptions {
   RankPlace place;
-  Layout layout;            // slabs with the addresses of this process; checked by validate()
-  bool mla = false;         // the KV is the same on every TP rank
-  bool hybrid_mla = false;  // MLA beside layers with sharded state
+  Layout layout;  // slabs with the addresses of this process; checked by validate()
+  // Kinds of state of the model, in the order of the reference's lists; empty: those of the layout,
+  // in its order. A pipeline stage without a layer of some kind must name them.
+  std::vector<StateKind> state_kinds;
+  bool mla = false;                     // the KV is the same on every TP rank
+  bool hybrid_mla = false;              // MLA beside layers with sharded state
   std::uint32_t total_kv_heads = 0;     // of the model; not needed for MLA
   std::string kv_cache_dtype = "auto";  // compared with the other side as text
   std::string listen_host = "127.0.0.1";
@@ -79,6 +82,9 @@ struct PrefillOptions : EndpointOptions {
   std::string load_balance_method = "follow_bootstrap_room";
   // First layer and number of layers of this pipeline stage.
   std::uint32_t stage_begin = 0, stage_layers = 0;
+  // Compressed MLA: of each layer of the model how many tokens share a row of its pages (4 or 128),
+  // 0 for one without pages; empty for other models. Needed by decode ranks of the reference.
+  std::vector<std::uint32_t> compression_ratios;
 };
 
 struct DecodeOptions : EndpointOptions {};

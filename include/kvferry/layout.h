@@ -17,8 +17,8 @@
 
 namespace kvferry {
 
-// What a slab holds. Components up to kLatent are the KV cache, whose items are the pages of a
-// request; the others but kAux are state, each of one StateKind.
+// What a slab holds. kKey, kValue, kLatent and kLatentIndex are the KV cache, whose items are the
+// pages of a request; the others but kAux are state, each of one StateKind.
 enum class Component : std::uint8_t {
   kKey = 0,
   kValue = 1,
@@ -31,6 +31,9 @@ enum class Component : std::uint8_t {
   kSlidingRing = 8,
   kCompressedState = 9,
   kMiniMaxIndexKey = 10,
+  kLatentIndex = 11,             // of compressed MLA: the index beside a layer's latent pages
+  kSlidingCompressed = 12,       // of compressed MLA: what a layer has compressed of its window
+  kSlidingCompressedIndex = 13,  // and the index of that
   kAux = 15,  // one small row per request; `layer` is the number of the aux buffer
 };
 KVF_API std::string_view to_string(Component component);
@@ -39,7 +42,8 @@ KVF_API std::string_view to_string(Component component);
 // side of a room; the numbers are those of the native protocol.
 enum class StateKind : std::uint8_t {
   kMamba = 0,          // one slot: kMambaConv, kMambaTemporal
-  kSlidingWindow = 1,  // pages of sliding-window layers: kSlidingKey, kSlidingValue
+  kSlidingWindow = 1,  // pages of sliding-window layers: kSlidingKey, kSlidingValue,
+                       // kSlidingCompressed, kSlidingCompressedIndex
   kSparseIndex = 2,    // pages of the index cache: kIndex
   kSlidingRing = 3,    // rows: kSlidingRing
   kCompressed = 4,     // rows: kCompressedState

@@ -20,6 +20,9 @@ constexpr ComponentRow kComponents[] = {
     {Component::kSlidingRing, "sliding-ring", StateKind::kSlidingRing},
     {Component::kCompressedState, "compressed-state", StateKind::kCompressed},
     {Component::kMiniMaxIndexKey, "minimax-index-key", StateKind::kMiniMaxIndex},
+    {Component::kLatentIndex, "latent-index", {}},
+    {Component::kSlidingCompressed, "sliding-compressed", StateKind::kSlidingWindow},
+    {Component::kSlidingCompressedIndex, "sliding-compressed-index", StateKind::kSlidingWindow},
     {Component::kAux, "aux", {}},
 };
 
@@ -32,6 +35,15 @@ constexpr std::array<StateRow, kStateKinds> kStates = {{
     {StateKind::kCompressed, "c128_state", Pairing::kRows, Sharding::kNone},
     {StateKind::kMiniMaxIndex, "minimax_index_k", Pairing::kPages, Sharding::kFixed, true},
 }};
+
+constexpr Section kKvSections[] = {{Component::kLatent, kIndexedRatio},
+                                   {Component::kLatentIndex, kIndexedRatio},
+                                   {Component::kLatent, kCoarseRatio}};
+constexpr Section kSlidingSections[] = {{Component::kSlidingKey, {}},
+                                        {Component::kSlidingCompressed, kIndexedRatio},
+                                        {Component::kSlidingCompressedIndex, kIndexedRatio}};
+constexpr Section kRingSections[] = {{Component::kSlidingRing, {}}};
+constexpr Section kCompressedSections[] = {{Component::kCompressedState, kCoarseRatio}};
 
 const ComponentRow* find(Component component) {
   const auto* const it =
@@ -48,6 +60,23 @@ std::span<const ComponentRow> component_rows() {
 
 const StateRow& row_of(StateKind kind) {
   return kStates.at(static_cast<std::size_t>(kind));
+}
+
+std::span<const Section> sections_of(std::optional<StateKind> kind) {
+  if (!kind) return kKvSections;
+  switch (*kind) {
+    case StateKind::kSlidingWindow:
+      return kSlidingSections;
+    case StateKind::kSlidingRing:
+      return kRingSections;
+    case StateKind::kCompressed:
+      return kCompressedSections;
+    case StateKind::kMamba:
+    case StateKind::kSparseIndex:
+    case StateKind::kMiniMaxIndex:
+      break;
+  }
+  return {};
 }
 
 Result<std::uint64_t> pair_items(StateKind kind, Parts parts, std::size_t source,

@@ -45,6 +45,17 @@ struct StateRow {
 };
 const StateRow& row_of(StateKind kind);
 
+// Compressed MLA keeps a row of its latent pages for every 4 or 128 tokens, or has none at a layer.
+inline constexpr std::uint32_t kIndexedRatio = 4, kCoarseRatio = 128;
+// Such a model's lists at reference ranks go section after section: the pools of one component of
+// all layers of one ratio, or of all layers.
+struct Section {
+  Component component{};
+  std::optional<std::uint32_t> ratio;
+};
+// Of the list of one kind of state, or of the KV cache. Empty: no list of a compressed model.
+std::span<const Section> sections_of(std::optional<StateKind> kind);
+
 // How many parts are copied, the first ones of both lists: items, where both sides' are of one
 // size. kRefused with both counts and names.
 Result<std::uint64_t> pair_items(StateKind kind, Parts parts, std::size_t source,

@@ -83,11 +83,20 @@ Layout layout_of_rank(const Geometry& geometry, const RankPlace& place, std::uin
     return layer >= stage.begin && layer < stage.begin + stage.count;
   };
   std::vector<std::uint32_t> layers;
-  for (std::uint32_t i = 0; i < geometry.layers; ++i) {
+  for (std::uint32_t i = 0; geometry.compression_ratios.empty() && i < geometry.layers; ++i) {
     const bool cached = geometry.kv_layers.empty() ||
                         std::find(geometry.kv_layers.begin(), geometry.kv_layers.end(), i) !=
                             geometry.kv_layers.end();
     if (cached && here(i)) layers.push_back(i);
+  }
+  const auto& ratios = geometry.compression_ratios;
+  for (const Section& section : sections_of({})) {
+    const bool index = section.component == Component::kLatentIndex;
+    for (std::uint32_t layer = 0; layer < ratios.size(); ++layer) {
+      if (!here(layer) || ratios[layer] != section.ratio) continue;
+      builder.add(section.component, layer, index ? geometry.index_bytes : geometry.key_head_bytes,
+                  {0, 1}, page_tokens / ratios[layer], pages, geometry.dtype);
+    }
   }
   const HeadRange heads = geometry.attention.mla
                               ? HeadRange{0, 1}
@@ -164,6 +173,29 @@ std::vector<StateKind> kinds_of(const Layout& layout) {
   return kinds;
 }
 
+std::vector<StateKind> kinds_of(const Geometry& geometry) {
+  std::vector<StateKind> kinds;
+  for (const StateGeometry& state : geometry.states) {
+    const StateKind kind = *state_of(state.component);
+    if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.push_back(kind);
+  }
+  return kinds;
+}
+
+Status check_kinds(const Layout& layout, std::span<const StateKind> kinds) {
+  const auto bad = [](StateKind kind, std::string_view what) {
+    return Status(Code::kInvalidArgument, fmt::format("state kinds: {} {}", to_string(kind), what));
+  };
+  for (auto it = kinds.begin(); it != kinds.end(); ++it) {
+    if (std::find(kinds.begin(), it, *it) != it) return bad(*it, "is there twice");
+  }
+  for (const StateKind kind : kinds_of(layout)) {
+    if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end())
+      return bad(kind, "is missing, of which the layout has pools");
+  }
+  return {};
+}
+
 Result<StateLists> state_lists(const Layout& layout, std::span<const StateItems> states,
                                std::uint64_t items_max) {
   const std::vector<StateKind> known = kinds_of(layout);
@@ -191,10 +223,10 @@ Result<StateLists> state_lists(const Layout& layout, std::span<const StateItems>
   return lists;
 }
 
-std::vector<StatePool> state_pools(const Layout& layout, StateKind kind) {
+std::vector<StatePool> state_pools(const Layout& layout, std::optional<StateKind> kind) {
   std::vector<StatePool> pools;
   for (const Slab& slab : layout.slabs) {
-    if (state_of(slab.component) != kind) continue;
+    if (slab.component == Component::kAux || state_of(slab.component) != kind) continue;
     StatePool* last = pools.empty() ? nullptr : &pools.back();
     if (last != nullptr && last->component == slab.component && last->layer == slab.layer &&
         last->blocks.back().item_stride == slab.item_stride &&

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -38,6 +39,11 @@ struct Geometry {
   std::vector<std::uint32_t> kv_layers = {};  // layers with a KV cache, ascending; empty: all
   std::vector<StateGeometry> states = {};
   std::uint32_t sliding_window = 0;  // tokens; 0: no layer has one
+  // Compressed MLA: of each layer how many tokens share a row of its pages, 0 for one without
+  // pages. Where it is kIndexedRatio the pages have an index beside them, of `index_bytes` in a
+  // row.
+  std::vector<std::uint32_t> compression_ratios = {};
+  std::uint32_t index_bytes = 0;
   friend bool operator==(const Geometry&, const Geometry&) = default;
 };
 
@@ -48,7 +54,8 @@ struct LayerRange {
 };
 LayerRange layers_of_stage(std::uint32_t layers, std::uint32_t size, std::uint32_t rank);
 
-// Slabs of the rank in token-major order: K of all layers, V of all layers, state, then aux. Bases
+// Slabs of the rank in token-major order: K of all layers, V of all layers (of compressed MLA
+// section after section, see positional.h), state, then aux. Bases
 // are 0: the owner of the memory sets them. `pages` and `aux_rows` are item counts; state that is
 // not kept in pages has as many items as there are aux rows.
 Layout layout_of_rank(const Geometry& geometry, const RankPlace& place, std::uint32_t page_tokens,
@@ -65,6 +72,10 @@ std::uint32_t page_limit(const Layout& layout);
 // The kinds of state that a layout has, in the order in which its slabs first name them: the order
 // of a reference rank's lists.
 std::vector<StateKind> kinds_of(const Layout& layout);
+// The same of the whole model: a pipeline stage may have no layer of some kind.
+std::vector<StateKind> kinds_of(const Geometry& geometry);
+// kInvalidArgument unless `kinds` (of the model) holds all kinds of the layout, and none twice.
+Status check_kinds(const Layout& layout, std::span<const StateKind> kinds);
 // The engine's lists of one room, by kind. kInvalidArgument: a kind twice, or one that the layout
 // has not, more than `items_max` items, an item outside its pools.
 Result<StateLists> state_lists(const Layout& layout, std::span<const StateItems> states,
@@ -77,8 +88,8 @@ struct StatePool {
   std::uint64_t base = 0, item_bytes = 0;
   std::vector<Slab> blocks;  // in the order in which they lie in an item
 };
-// The pools of one kind, in the order of the slabs.
-std::vector<StatePool> state_pools(const Layout& layout, StateKind kind);
+// The pools of one kind, in the order of the slabs; nothing: of the KV cache.
+std::vector<StatePool> state_pools(const Layout& layout, std::optional<StateKind> kind);
 
 // What grants of one share lend items of; share 0: the aux rows. Slabs that lie beside each other
 // in every item (K and V of a block, blocks of one state) become one, as grants name memory that

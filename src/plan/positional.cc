@@ -105,7 +105,7 @@ Result<std::vector<LayerEntry>> pair_by_layers(const PositionalContext& context,
 Result<Layout> layout_from_lists(const PositionalContext& context, const PositionalLists& lists) {
   Layout layout;
   layout.page_tokens = context.page_tokens;
-  const std::size_t pools = lists.kv_pointers.size();
+  const std::size_t pools = context.compression_ratios.empty() ? lists.kv_pointers.size() : 0;
   const auto item_length = [&](std::size_t pool) {
     return lists.kv_item_lengths.size() == 1 ? lists.kv_item_lengths[0]
                                              : lists.kv_item_lengths[pool];
@@ -197,62 +197,134 @@ Result<Layout> layout_from_lists(const PositionalContext& context, const Positio
 
 namespace {
 
-// One of our pools of state, and what the peer may have that answers it.
-class StatePairing {
+// One list of a peer, and what of ours it answers: pools of one kind of state, or those of the KV
+// cache of compressed MLA.
+class ListPairing {
  public:
-  StatePairing(StateKind kind, const RankPlace& place, AttentionKind attention,
-               const PositionalState& lists, std::string_view peer)
-      : row_(row_of(kind)), place_(place), attention_(attention), lists_(lists), peer_(peer) {}
+  ListPairing(std::optional<StateKind> kind, const RankPlace& place,
+              const PositionalContext& context, std::uint32_t tp_rank, std::uint32_t tp_size,
+              std::string_view peer)
+      : kind_(kind),
+        sharding_(kind ? row_of(*kind).sharding : Sharding::kNone),
+        place_(place),
+        context_(context),
+        tp_rank_(tp_rank % tp_size),
+        tp_size_(tp_size),
+        peer_(peer) {}
 
-  Status add(const Layout& own, std::size_t list, Layout& layout) {
-    const std::vector<StatePool> pools = state_pools(own, row_.kind);
-    const auto& pointers = lists_.pointers[list];
-    if (row_.sharding == Sharding::kFixed &&
-        (place_.pp_size > 1 || place_.tp_size != lists_.tp_size)) {
+  struct List {
+    std::span<const std::uint64_t> pointers, lengths;
+    std::span<const std::uint32_t> ids;
+  };
+  Status add(const Layout& own, const List& list, Layout& layout) {
+    const std::vector<StatePool> pools = state_pools(own, kind_);
+    if (pools.empty()) return {};  // a stage without such layers
+    if (sharding_ == Sharding::kFixed && (place_.pp_size > 1 || place_.tp_size != tp_size_)) {
       return bad(
           fmt::format("needs one stage and equal TP sizes; prefill has pp {} and tp {}, "
                       "{} has tp {}",
-                      place_.pp_size, place_.tp_size, peer_, lists_.tp_size));
+                      place_.pp_size, place_.tp_size, peer_, tp_size_));
     }
-    static const std::vector<std::uint32_t> kNoIds;
-    const auto& ids = list < lists_.layer_ids.size() ? lists_.layer_ids[list] : kNoIds;
-    if (!ids.empty() && ids.size() != pointers.size())
+    const std::size_t count = list.pointers.size();
+    if (!list.ids.empty() && list.ids.size() != count)
+      return bad(fmt::format("{} layer ids for {} pools of {}", list.ids.size(), count, peer_));
+    const auto places = places_of(pools, list);
+    if (!places.ok()) return places.status();
+    // A KV list of one length says that of its first pool.
+    const bool first_length = !kind_ && list.lengths.size() == 1;
+    if (list.lengths.size() != count && !first_length)
       return bad(
-          fmt::format("{} layer ids for {} pools of {}", ids.size(), pointers.size(), peer_));
-    // A list of one pool for each layer of the whole model, where we have each layer of our stage.
-    const bool by_layer = ids.empty() && pools.size() < pointers.size() && is_stage(pools) &&
-                          row_.sharding != Sharding::kBlocks &&
-                          pools.back().layer < pointers.size();
-    if (ids.empty() && pointers.size() != pools.size() && !by_layer) {
-      return bad(fmt::format("{} pools here and {} on {}: layer ids needed", pools.size(),
-                             pointers.size(), peer_));
-    }
-    const auto& lengths = lists_.item_lengths.size() > list ? lists_.item_lengths[list] : kNoIds;
-    if (lengths.size() != pointers.size())
-      return bad(fmt::format("{} item lengths for {} pools of {}", lengths.size(), pointers.size(),
-                             peer_));
+          fmt::format("{} item lengths for {} pools of {}", list.lengths.size(), count, peer_));
     for (std::size_t i = 0; i < pools.size(); ++i) {
-      std::size_t at = by_layer ? pools[i].layer : i;
-      if (!ids.empty()) {
-        const auto same = [&](const StatePool& pool) { return pool.layer == pools[i].layer; };
-        const auto before =
-            std::count_if(pools.begin(), pools.begin() + static_cast<std::ptrdiff_t>(i), same);
-        auto skip = before;
-        at = static_cast<std::size_t>(
-            std::find_if(ids.begin(), ids.end(),
-                         [&](std::uint32_t id) { return id == pools[i].layer && skip-- == 0; }) -
-            ids.begin());
-        if (at == ids.size())
-          return bad(
-              fmt::format("{} has no pool number {} of layer {}", peer_, before, pools[i].layer));
-      }
-      if (lengths[at] == 0) continue;
-      KVF_RETURN_IF_ERROR(add_pool(pools[i], pointers[at], lengths[at], layout));
+      const std::size_t at = (*places)[i];
+      const std::uint64_t length =
+          first_length && at > 0 ? pools[i].item_bytes : list.lengths[first_length ? 0 : at];
+      if (length == 0) continue;
+      KVF_RETURN_IF_ERROR(add_pool(pools[i], list.pointers[at], length, layout));
     }
     return {};
   }
 
  private:
+  using Places = std::vector<std::size_t>;  // in the peer's list, of each pool of ours
+
+  [[nodiscard]] Result<Places> places_of(const std::vector<StatePool>& pools,
+                                         const List& list) const {
+    if (!list.ids.empty()) return by_ids(pools, list.ids);
+    if (!context_.compression_ratios.empty() && !sections_of(kind_).empty())
+      return by_sections(pools, list.pointers.size());
+    const std::size_t count = list.pointers.size();
+    Places places(pools.size());
+    // A list of one pool for each layer of the whole model, where we have each layer of our stage.
+    const bool by_layer = pools.size() < count && is_stage(pools) &&
+                          sharding_ != Sharding::kBlocks && pools.back().layer < count;
+    if (count != pools.size() && !by_layer) {
+      return bad(
+          fmt::format("{} pools here and {} on {}: layer ids needed", pools.size(), count, peer_));
+    }
+    for (std::size_t i = 0; i < pools.size(); ++i) places[i] = by_layer ? pools[i].layer : i;
+    return places;
+  }
+
+  // The n-th pool of a layer is the n-th with its number.
+  [[nodiscard]] Result<Places> by_ids(const std::vector<StatePool>& pools,
+                                      std::span<const std::uint32_t> ids) const {
+    Places places(pools.size());
+    for (std::size_t i = 0; i < pools.size(); ++i) {
+      const auto same = [&](const StatePool& pool) { return pool.layer == pools[i].layer; };
+      const auto before =
+          std::count_if(pools.begin(), pools.begin() + static_cast<std::ptrdiff_t>(i), same);
+      auto skip = before;
+      places[i] = static_cast<std::size_t>(
+          std::find_if(ids.begin(), ids.end(),
+                       [&](std::uint32_t id) { return id == pools[i].layer && skip-- == 0; }) -
+          ids.begin());
+      if (places[i] == ids.size())
+        return bad(
+            fmt::format("{} has no pool number {} of layer {}", peer_, before, pools[i].layer));
+    }
+    return places;
+  }
+
+  // The peer has all sections of the whole model, or of our stage.
+  [[nodiscard]] Result<Places> by_sections(const std::vector<StatePool>& pools,
+                                           std::size_t count) const {
+    struct Entry {
+      Component component{};
+      std::uint32_t layer = 0;
+      std::size_t whole = 0, stage = 0;  // places in a list of all layers, or of our stage's
+    };
+    std::vector<Entry> entries;
+    std::size_t whole = 0, stage = 0;
+    const auto& ratios = context_.compression_ratios;
+    const std::uint32_t begin = context_.stage_begin, end = begin + context_.stage_layers;
+    for (const Section& section : sections_of(kind_)) {
+      for (std::uint32_t layer = 0; layer < ratios.size(); ++layer) {
+        if (section.ratio && ratios[layer] != *section.ratio) continue;
+        if (layer >= begin && layer < end)
+          entries.push_back({section.component, layer, whole, stage++});
+        ++whole;
+      }
+    }
+    if (pools.size() != stage || (count != whole && count != stage)) {
+      return bad(
+          fmt::format("{} pools here and {} on {}; compression ratios of {} layers say {} for "
+                      "layers {}..{} and {} for the model",
+                      pools.size(), count, peer_, ratios.size(), stage, begin, end, whole));
+    }
+    Places places(pools.size());
+    for (std::size_t i = 0; i < pools.size(); ++i) {
+      const auto entry = std::find_if(entries.begin(), entries.end(), [&](const Entry& e) {
+        return e.component == pools[i].component && e.layer == pools[i].layer;
+      });
+      if (entry == entries.end())
+        return bad(fmt::format("compression ratios leave no place for {} of layer {}",
+                               to_string(pools[i].component), pools[i].layer));
+      places[i] = count == whole ? entry->whole : entry->stage;
+    }
+    return places;
+  }
+
   // One pool for each layer, without gaps.
   static bool is_stage(const std::vector<StatePool>& pools) {
     for (std::size_t i = 0; i < pools.size(); ++i) {
@@ -262,39 +334,36 @@ class StatePairing {
     return !pools.empty();
   }
   [[nodiscard]] Status bad(const std::string& what) const {
-    return refused(fmt::format("state {}: {}", row_.name, what));
+    return refused(kind_ ? fmt::format("state {}: {}", to_string(*kind_), what) : "KV: " + what);
   }
 
   // The peer's part of a block of which we hold `own`.
-  Result<HeadRange> part_of(const Slab& own) const {
+  [[nodiscard]] Result<HeadRange> part_of(const Slab& own) const {
     const HeadRange range{own.head_begin, own.head_count};
     // Without MLA nothing says that all ranks hold the same; equal lengths may be chance.
     const bool replicated =
-        attention_.mla && (row_.sharding == Sharding::kNone || row_.sharding == Sharding::kHeads);
-    const bool same_rank =
-        place_.tp_size == lists_.tp_size && lists_.tp_rank % lists_.tp_size == place_.tp_rank;
+        context_.attention.mla && (sharding_ == Sharding::kNone || sharding_ == Sharding::kHeads);
+    const bool same_rank = place_.tp_size == tp_size_ && tp_rank_ == place_.tp_rank;
     if (same_rank || replicated) return range;
-    if (row_.sharding == Sharding::kNone) {
+    if (sharding_ == Sharding::kNone) {
       return bad(
           fmt::format("rank {} of tp {} here and rank {} of tp {} of {} need not hold the same",
-                      place_.tp_rank, place_.tp_size, lists_.tp_rank, lists_.tp_size, peer_));
+                      place_.tp_rank, place_.tp_size, tp_rank_, tp_size_, peer_));
     }
     const std::uint64_t total = std::uint64_t{range.count} * place_.tp_size;
     const std::uint64_t before = std::uint64_t{range.count} * place_.tp_rank;
-    if (range.begin < before || total % lists_.tp_size != 0) {
+    if (range.begin < before || total % tp_size_ != 0) {
       return bad(
           fmt::format("{} of layer {}, {} steps from {} of {} ranks, cannot be shared by "
                       "the {} ranks of {}",
                       to_string(own.component), own.layer, range.count, range.begin, place_.tp_size,
-                      lists_.tp_size, peer_));
+                      tp_size_, peer_));
     }
-    const auto count = static_cast<std::uint32_t>(total / lists_.tp_size);
-    return HeadRange{
-        static_cast<std::uint32_t>(range.begin - before) + lists_.tp_rank % lists_.tp_size * count,
-        count};
+    const auto count = static_cast<std::uint32_t>(total / tp_size_);
+    return HeadRange{static_cast<std::uint32_t>(range.begin - before) + tp_rank_ * count, count};
   }
 
-  Status add_pool(const StatePool& pool, std::uint64_t base, std::uint32_t length, Layout& layout) {
+  Status add_pool(const StatePool& pool, std::uint64_t base, std::uint64_t length, Layout& layout) {
     std::uint64_t offset = 0;
     const std::size_t first = layout.slabs.size();
     for (const Slab& own : pool.blocks) {
@@ -319,28 +388,52 @@ class StatePairing {
                     to_string(pool.component), pool.layer, length, peer_, pool.item_bytes, offset));
   }
 
-  const StateRow& row_;
+  const std::optional<StateKind> kind_;
+  const Sharding sharding_;
   const RankPlace& place_;
-  const AttentionKind attention_;
-  const PositionalState& lists_;
+  const PositionalContext& context_;
+  const std::uint32_t tp_rank_, tp_size_;
   const std::string_view peer_;
 };
 
 }  // namespace
 
-Status add_state_from_lists(const Layout& own, const RankPlace& place, AttentionKind attention,
-                            const PositionalState& lists, std::string_view peer, Layout& layout) {
-  const std::vector<StateKind> kinds = kinds_of(own);
+Status add_state_from_lists(const Layout& own, const RankPlace& place,
+                            const PositionalContext& context, const PositionalState& lists,
+                            std::string_view peer, Layout& layout) {
+  const auto& kinds = context.state_kinds;
   if (kinds.size() != lists.pointers.size()) {
     return refused(fmt::format("{} registered state of {} kinds, this rank has {}", peer,
                                lists.pointers.size(), kinds.size()));
   }
   if (lists.tp_size == 0) return refused(fmt::format("{} has TP size 0", peer));
   for (std::size_t i = 0; i < kinds.size(); ++i) {
-    StatePairing pairing(kinds[i], place, attention, lists, peer);
-    KVF_RETURN_IF_ERROR(pairing.add(own, i, layout));
+    std::vector<std::uint64_t> lengths;
+    if (i < lists.item_lengths.size())
+      lengths.assign(lists.item_lengths[i].begin(), lists.item_lengths[i].end());
+    ListPairing::List list{lists.pointers[i], lengths, {}};
+    if (i < lists.layer_ids.size()) list.ids = lists.layer_ids[i];
+    ListPairing pairing(kinds[i], place, context, lists.tp_rank, lists.tp_size, peer);
+    KVF_RETURN_IF_ERROR(pairing.add(own, list, layout));
   }
   return {};
+}
+
+Result<Layout> layout_of_peer(const Layout& own, const RankPlace& place,
+                              const PositionalContext& context, const PositionalLists& lists,
+                              const PositionalState& states, std::string_view peer) {
+  auto layout = layout_from_lists(context, lists);
+  if (!layout.ok()) return layout;
+  if (!context.compression_ratios.empty()) {
+    if (!context.attention.mla || lists.tp_size == 0)
+      return refused(
+          fmt::format("{}, TP size {}: compression ratios are of MLA models", peer, lists.tp_size));
+    ListPairing pairing({}, place, context, lists.tp_rank, lists.tp_size, peer);
+    KVF_RETURN_IF_ERROR(
+        pairing.add(own, {lists.kv_pointers, lists.kv_item_lengths, lists.kv_layer_ids}, *layout));
+  }
+  KVF_RETURN_IF_ERROR(add_state_from_lists(own, place, context, states, peer, *layout));
+  return layout;
 }
 
 }  // namespace kvferry::plan

@@ -26,6 +26,10 @@ struct PositionalContext {
   // Layers of the whole model without draft layers; 0 when unknown. Settles what list lengths
   // cannot: an uneven pipeline split against a draft model.
   std::uint32_t model_layers = 0;
+  // Compressed MLA: of each layer of the model, 0 where it has no pages; empty: not compressed.
+  std::span<const std::uint32_t> compression_ratios = {};
+  // Kinds of state of the model, in the order of the lists: our stage may lack some.
+  std::span<const StateKind> state_kinds = {};
 };
 
 // What the peer registered.
@@ -40,27 +44,35 @@ struct PositionalLists {
   std::uint32_t tp_rank = 0, tp_size = 1;
 };
 
-// State as the peer registered it: one list a kind, in the order of our kinds.
+// State as the peer registered it: one list a kind, in the order of context.state_kinds.
 struct PositionalState {
-  std::span<const std::vector<std::uint64_t>> pointers;
-  std::span<const std::vector<std::uint32_t>> item_lengths;
-  std::span<const std::vector<std::uint32_t>> layer_ids;  // of each list, may be empty
+  std::span<const std::vector<std::uint64_t>> pointers = {};
+  std::span<const std::vector<std::uint32_t>> item_lengths = {};
+  std::span<const std::vector<std::uint32_t>> layer_ids = {};  // of each list, may be empty
   std::uint32_t tp_rank = 0, tp_size = 1;
 };
 
 // Appends the slabs of the peer's state that answer ours: its n-th pool with a layer's number to
-// our n-th of that layer; without numbers by position, where the counts agree. An item length of 0
-// says that the peer has no such memory. kRefused with names and both values where lists, lengths
-// or TP sizes fit no rule of the kind (components.h).
-Status add_state_from_lists(const Layout& own, const RankPlace& place, AttentionKind attention,
-                            const PositionalState& lists, std::string_view peer, Layout& layout);
+// our n-th of that layer; without numbers by section where the model is compressed, else by
+// position, where the counts agree. An item length of 0 says that the peer has no such memory.
+// kRefused with names and both values where lists, lengths or TP sizes fit no rule of the kind
+// (components.h).
+Status add_state_from_lists(const Layout& own, const RankPlace& place,
+                            const PositionalContext& context, const PositionalState& lists,
+                            std::string_view peer, Layout& layout);
+
+// All that the peer registered: its KV pools, aux rows and state, as they answer ours.
+Result<Layout> layout_of_peer(const Layout& own, const RankPlace& place,
+                              const PositionalContext& context, const PositionalLists& lists,
+                              const PositionalState& states, std::string_view peer);
 
 // Pool count of a positional list is not sent; any page index that int32 can carry is taken to
 // exist.
 inline constexpr std::uint32_t kUnknownItemCount = std::uint32_t{1} << 31;
 
-// The layout of the target, cut to the stage that the source holds. kRefused with the counts when
-// the lists fit no rule.
+// The layout of the target, cut to the stage that the source holds, but for its state and the KV
+// pools of compressed MLA, whose shape is ours (layout_of_peer). kRefused with the counts when the
+// lists fit no rule.
 Result<Layout> layout_from_lists(const PositionalContext& context, const PositionalLists& lists);
 
 // Which entries of a decode rank's K/V list pair with a stage's layers.

@@ -111,6 +111,124 @@ TEST(Positional, T06LayersOfAHybridModelArePairedByTheirNumbers) {
   EXPECT_TRUE(HybridStage(0).from(14, {}).ok());
 }
 
+// --- compressed MLA
+
+// Six layers: 0 has a window alone, 1 and 3 are compressed by 4, 2 and 4 by 128, 5 by 4.
+const Geometry kCompressedModel{
+    .name = "compressed",
+    .layers = 6,
+    .attention = {.mla = true, .hybrid_mla = false},
+    .key_head_bytes = 64,
+    .aux_bytes = {},
+    .states = {{Component::kSlidingKey, {0, 1, 2, 3, 4, 5}, {}, 32, DType::kBFloat16},
+               {Component::kSlidingCompressed, {1, 3, 5}, {}, 8, DType::kBFloat16},
+               {Component::kSlidingCompressedIndex, {1, 3, 5}, {}, 4, DType::kBFloat16},
+               {Component::kCompressedState, {2, 4}, {}, 512, DType::kBFloat16}},
+    .compression_ratios = {0, 4, 128, 4, 128, 4},
+    .index_bytes = 16};
+
+// The layout that a prefill rank reads from what a decode rank of one stage registers for itself,
+// and that one's own.
+struct CompressedPair {
+  CompressedPair(std::uint32_t pp_rank, std::uint32_t pp_size, std::uint32_t target_pp_size = 1)
+      : place{.tp_rank = 1, .tp_size = 2, .pp_rank = pp_rank, .pp_size = pp_size},
+        own(layout_of_rank(kCompressedModel, place, 256, 8, 4)),
+        target(layout_of_rank(
+            kCompressedModel,
+            {.tp_size = 4, .pp_rank = pp_rank % target_pp_size, .pp_size = target_pp_size}, 256, 8,
+            4)) {
+    place_slabs(own, 1 << 20, 64);
+    place_slabs(target, 1 << 24, 64);
+    for (const Slab& slab : target.slabs) {
+      if (state_of(slab.component)) continue;
+      pointers.push_back(slab.base);
+      lengths.push_back(slab.item_bytes);
+    }
+    for (const StateKind kind : kinds) {
+      auto& list = state_pointers.emplace_back();
+      auto& sizes = state_lengths.emplace_back();
+      for (const StatePool& pool : state_pools(target, kind)) {
+        list.push_back(pool.base);
+        sizes.push_back(static_cast<std::uint32_t>(pool.item_bytes));
+      }
+    }
+  }
+  [[nodiscard]] Result<Layout> read() const {
+    const LayerRange stage = layers_of_stage(kCompressedModel.layers, place.pp_size, place.pp_rank);
+    return layout_of_peer(own, place,
+                          {.attention = kCompressedModel.attention,
+                           .page_tokens = 256,
+                           .stage_begin = stage.begin,
+                           .stage_layers = stage.count,
+                           .compression_ratios = ratios,
+                           .state_kinds = kinds},
+                          {.kv_pointers = pointers, .kv_item_lengths = lengths, .tp_size = 4},
+                          {.pointers = state_pointers, .item_lengths = state_lengths, .tp_size = 4},
+                          "decode D");
+  }
+  RankPlace place;
+  Layout own, target;
+  std::vector<std::uint64_t> pointers, lengths;
+  std::vector<std::vector<std::uint64_t>> state_pointers;
+  std::vector<std::vector<std::uint32_t>> state_lengths;
+  std::vector<std::uint32_t> ratios = kCompressedModel.compression_ratios;
+  std::vector<StateKind> kinds = kinds_of(kCompressedModel);
+};
+
+TEST(Positional, SectionsOfACompressedModelAreCutToTheStage) {
+  for (const std::uint32_t stages : {1U, 2U, 3U, 6U}) {
+    for (const std::uint32_t target_stages : {1U, stages}) {
+      std::size_t found = 0;
+      for (std::uint32_t stage = 0; stage < stages; ++stage) {
+        const CompressedPair pair(stage, stages, target_stages);
+        const auto layout = pair.read();
+        ASSERT_TRUE(layout.ok()) << layout.status().to_string();
+        EXPECT_EQ(layout->slabs.size(), pair.own.slabs.size());
+        for (const Slab& slab : layout->slabs) {
+          const auto same = std::find_if(
+              pair.target.slabs.begin(), pair.target.slabs.end(), [&](const Slab& theirs) {
+                return theirs.component == slab.component && theirs.layer == slab.layer;
+              });
+          ASSERT_NE(same, pair.target.slabs.end());
+          EXPECT_EQ(slab.base, same->base) << to_string(slab.component) << " " << slab.layer;
+          EXPECT_EQ(slab.rows_per_item, same->rows_per_item);
+        }
+        ASSERT_TRUE(pair_lanes(pair.own, *layout, "P", "D").ok());
+        found += layout->slabs.size();
+      }
+      const std::size_t pools = 3 + 3 + 2 + 6 + 3 + 3 + 2;
+      EXPECT_EQ(found, pools) << stages << " stages";
+    }
+  }
+}
+
+TEST(Positional, SectionsThatDoNotFitAreRefusedWithTheCounts) {
+  const auto why = [](const CompressedPair& pair) {
+    const auto layout = pair.read();
+    return layout.ok() ? std::string("accepted") : layout.status().message();
+  };
+  CompressedPair one(0, 2);
+  one.pointers.pop_back();
+  one.lengths.pop_back();
+  EXPECT_NE(why(one).find("KV: 3 pools here and 7 on decode D; compression ratios of 6 layers say "
+                          "3 for layers 0..3 and 8 for the model"),
+            std::string::npos)
+      << why(one);
+  CompressedPair length(0, 2);
+  length.lengths[3] += 4;  // the first index
+  EXPECT_NE(why(length).find("latent-index of layer 1: an item has 1028 bytes on decode D"),
+            std::string::npos)
+      << why(length);
+  length.lengths.resize(1);  // a release that says that of the first pool alone
+  EXPECT_EQ(why(length), "accepted");
+  CompressedPair other(0, 2);
+  other.ratios = {4, 0, 128, 4, 128, 4};
+  EXPECT_NE(why(other).find("no place for latent of layer 1"), std::string::npos) << why(other);
+  CompressedPair shorter(1, 2);
+  shorter.ratios.pop_back();
+  EXPECT_NE(why(shorter).find("compression ratios of 5 layers"), std::string::npos) << why(shorter);
+}
+
 // --- state
 
 const Geometry kHybrid{.name = "hybrid",
@@ -146,7 +264,8 @@ Lists registered(const Layout& layout, bool with_ids) {
 Result<Layout> read_state(const Layout& own, const RankPlace& place, const Lists& lists,
                           std::uint32_t tp_rank, std::uint32_t tp_size) {
   Layout layout;
-  const Status status = add_state_from_lists(own, place, {},
+  const std::vector<StateKind> kinds = kinds_of(own);
+  const Status status = add_state_from_lists(own, place, {.state_kinds = kinds},
                                              {.pointers = lists.pointers,
                                               .item_lengths = lists.lengths,
                                               .layer_ids = lists.ids,

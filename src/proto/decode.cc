@@ -18,7 +18,7 @@ DecodeManager::DecodeManager(DecodeSelf self, const Settings& settings, Ports po
       ports_(ports),
       leases_(ports_.plane, settings_, counters_) {
   pool_pages_ = plan::page_limit(self_.layout);
-  kinds_ = plan::kinds_of(self_.layout);
+  kinds_ = self_.state_kinds.empty() ? plan::kinds_of(self_.layout) : self_.state_kinds;
   for (const Slab& slab : self_.layout.slabs) {
     if (slab.component == Component::kAux)
       aux_rows_ = aux_rows_ == 0 ? slab.item_count : std::min(aux_rows_, slab.item_count);

@@ -39,6 +39,7 @@ struct DecodeSelf {
   Address control;
   Token life;
   Layout layout;
+  std::vector<StateKind> state_kinds;  // of the model; empty: those of the layout
   plan::AttentionKind attention;
   std::uint32_t total_kv_heads = 0;
   std::string kv_cache_dtype = "auto";

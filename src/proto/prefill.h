@@ -45,6 +45,8 @@ struct PrefillSelf {
   plan::AttentionKind attention;
   std::uint32_t total_kv_heads = 0;  // of the model; not needed for MLA
   std::uint32_t stage_begin = 0, stage_layers = 0;
+  std::vector<StateKind> state_kinds;             // of the model; empty: those of the layout
+  std::vector<std::uint32_t> compression_ratios;  // of each layer of the model; compressed MLA only
   std::string kv_cache_dtype = "auto";
   std::string load_balance_method = "follow_bootstrap_room";
   bool layer_split = false;  // the prefill side splits one cache over its CP ranks by layer

@@ -232,7 +232,9 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
       .stage_begin = self_.stage_begin,
       .stage_layers = self_.stage_layers,
       .kv_layers = kv_layers,
-      .model_layers = static_cast<std::uint32_t>(settings_.model_layers)};
+      .model_layers = static_cast<std::uint32_t>(settings_.model_layers),
+      .compression_ratios = self_.compression_ratios,
+      .state_kinds = kinds_};
   const plan::PositionalLists lists{
       .kv_pointers = m.pools.kv_pointers,
       .kv_item_lengths = m.pools.kv_item_lengths.empty() ? one : m.pools.kv_item_lengths,
@@ -242,19 +244,16 @@ void PrefillManager::on_register_foreign(const wire::Register& m, Time now) {
       .tp_rank = m.tp_rank,
       .tp_size = m.tp_size};
   if (session.refusal.ok()) {
-    auto layout = plan::layout_from_lists(context, lists);
-    if (layout.ok()) {
-      const plan::PositionalState states{.pointers = m.pools.state_pointers,
-                                         .item_lengths = m.pools.state_item_lengths,
-                                         .layer_ids = m.pools.state_layer_ids,
-                                         .tp_rank = m.tp_rank,
-                                         .tp_size = m.tp_size};
-      session.refusal = plan::add_state_from_lists(self_.layout, self_.place, self_.attention,
-                                                   states, "decode " + m.session_name, *layout);
-    }
+    const plan::PositionalState states{.pointers = m.pools.state_pointers,
+                                       .item_lengths = m.pools.state_item_lengths,
+                                       .layer_ids = m.pools.state_layer_ids,
+                                       .tp_rank = m.tp_rank,
+                                       .tp_size = m.tp_size};
+    const auto layout = plan::layout_of_peer(self_.layout, self_.place, context, lists, states,
+                                             "decode " + m.session_name);
     if (!layout.ok()) {
       session.refusal = layout.status();
-    } else if (session.refusal.ok()) {
+    } else {
       auto lanes = plan::pair_lanes(self_.layout, *layout, "prefill " + self_.control.host_port(),
                                     "decode " + m.session_name);
       if (lanes.ok()) {

@@ -47,6 +47,9 @@ Endpoint::Endpoint(std::string name, const EndpointOptions& endpoint_options)
 Result<std::shared_ptr<Endpoint>> Endpoint::create(std::string name,
                                                    const EndpointOptions& endpoint_options) {
   KVF_RETURN_IF_ERROR(validate(endpoint_options.layout));
+  if (!endpoint_options.state_kinds.empty()) {
+    KVF_RETURN_IF_ERROR(plan::check_kinds(endpoint_options.layout, endpoint_options.state_kinds));
+  }
   std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(name), endpoint_options));
   Endpoint& e = *endpoint;
   e.pool_pages_ = plan::page_limit(e.options.layout);

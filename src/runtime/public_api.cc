@@ -4,6 +4,7 @@
 #include "kvferry/bootstrap_server.h"
 #include "kvferry/endpoint.h"
 #include "src/data/loopback/loopback_plane.h"
+#include "src/plan/components.h"
 #include "src/runtime/endpoint.h"
 
 namespace kvferry {
@@ -280,9 +281,34 @@ RoomId Receiver::room() const {
 // --- endpoints
 // ----------------------------------------------------------------------------------------------------
 
+namespace {
+
+Status check_ratios(const PrefillOptions& options, const std::string& name) {
+  const auto& ratios = options.compression_ratios;
+  const auto bad = [&](const std::string& why) {
+    return Status(Code::kInvalidArgument, fmt::format("{}: compression ratios: {}", name, why));
+  };
+  if (ratios.empty()) return {};
+  if (!options.mla) return bad("only MLA models are compressed");
+  if (options.stage_begin + std::uint64_t{options.stage_layers} > ratios.size()) {
+    return bad(fmt::format("they are of {} layers, the stage holds {}..{}", ratios.size(),
+                           options.stage_begin,
+                           options.stage_begin + std::uint64_t{options.stage_layers}));
+  }
+  for (const std::uint32_t ratio : ratios) {
+    if (ratio != 0 && ratio != plan::kIndexedRatio && ratio != plan::kCoarseRatio)
+      return bad(fmt::format("{} is none of 0, {} and {}", ratio, plan::kIndexedRatio,
+                             plan::kCoarseRatio));
+  }
+  return {};
+}
+
+}  // namespace
+
 Result<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::create(PrefillOptions options) {
   const std::string name = fmt::format("prefill tp{} pp{} dp{}", options.place.tp_rank,
                                        options.place.pp_rank, options.place.dp_rank);
+  KVF_RETURN_IF_ERROR(check_ratios(options, name));
   auto endpoint = Endpoint::create(name, options);
   if (!endpoint.ok()) return endpoint.status();
   Endpoint& e = **endpoint;
@@ -294,10 +320,12 @@ Result<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::create(PrefillOptions 
   self.bootstrap = options.bootstrap;
   self.life = e.life();
   self.layout = options.layout;
+  self.state_kinds = options.state_kinds;
   self.attention = {options.mla, options.hybrid_mla};
   self.total_kv_heads = options.total_kv_heads;
   self.stage_begin = options.stage_begin;
   self.stage_layers = options.stage_layers;
+  self.compression_ratios = options.compression_ratios;
   self.kv_cache_dtype = options.kv_cache_dtype;
   self.load_balance_method = options.load_balance_method;
   self.native = options.native;
@@ -359,6 +387,7 @@ Result<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::create(DecodeOptions opt
   self.control = e.address();
   self.life = e.life();
   self.layout = options.layout;
+  self.state_kinds = options.state_kinds;
   self.attention = {options.mla, options.hybrid_mla};
   self.total_kv_heads = options.total_kv_heads;
   self.kv_cache_dtype = options.kv_cache_dtype;

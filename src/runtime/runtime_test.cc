@@ -594,6 +594,44 @@ INSTANTIATE_TEST_SUITE_P(Every, Hybrid,
                          case_name);
 
 // Which plane reaches whom is said at once, not by a room that waits.
+TEST(Endpoints, OptionsThatContradictTheLayoutAreRefusedWithTheirValues) {
+  const plan::Geometry model{.name = "hybrid",
+                             .layers = 2,
+                             .attention = {.mla = true, .hybrid_mla = false},
+                             .key_head_bytes = 16,
+                             .aux_bytes = {32},
+                             .states = {{Component::kIndex, {0, 1}, {}, 8, DType::kUnknown}}};
+  const RankMemory memory(model, {}, 4, 0);
+  const auto why = [&](const std::function<void(PrefillOptions&)>& change) {
+    PrefillOptions o;
+    o.layout = memory.layout;
+    o.mla = true;
+    o.stage_layers = 2;
+    o.bootstrap = {"127.0.0.1", 1};
+    o.plane = PlaneKind::kTcp;
+    o.log_level = LogLevel::kOff;
+    change(o);
+    const auto endpoint = PrefillEndpoint::create(o);
+    return endpoint.ok() ? "accepted" : endpoint.status().to_string();
+  };
+  const auto expect = [&](const std::string& got, const std::string& part) {
+    EXPECT_NE(got.find(part), std::string::npos) << got;
+  };
+  expect(why([](auto& o) { o.compression_ratios = {4, 64}; }), "64 is none of 0, 4 and 128");
+  expect(why([](auto& o) { o.compression_ratios = {4}; }), "of 1 layers, the stage holds 0..2");
+  expect(why([](auto& o) { o.compression_ratios = {4, 128}, o.mla = false; }), "only MLA");
+  expect(why([](auto& o) { o.state_kinds = {StateKind::kMamba}; }), "dsa is missing");
+  expect(why([](auto& o) {
+           o.state_kinds = {StateKind::kSparseIndex, StateKind::kSparseIndex};
+         }),
+         "dsa is there twice");
+  expect(why([](auto& o) {
+           o.state_kinds = {StateKind::kMamba, StateKind::kSparseIndex};
+           o.compression_ratios = {4, 128};
+         }),
+         "accepted");
+}
+
 TEST(Endpoints, TheShmPlaneIsRefusedToRanksOfTheReference) {
   const plan::Geometry geometry{.name = "t",
                                 .layers = 1,

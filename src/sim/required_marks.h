@@ -22,6 +22,7 @@ inline constexpr const char* kRequiredMarks[] = {
     "a rank was missing from the instance's snapshot",
     "a registration was sent again",
     "a model had state",
+    "a model was compressed",
     "a native rank was elected not to write",
     "a room message came after the room had ended",
     "a room message came without a registration",

@@ -172,8 +172,12 @@ void World::draw() {
   // Reference peers know one item length for all pools: K and V must agree there.
   if (!native_ && !geometry_.attention.mla) geometry_.value_head_bytes = geometry_.key_head_bytes;
   geometry_.aux_bytes = {8, 16};
-  draw_state();
   page_tokens_ = pick({1, 2, 4});
+  if (geometry_.attention.mla && random_.chance(30)) {
+    draw_compressed();
+  } else {
+    draw_state();
+  }
   pool_pages_ = pick({12, 24});
   aux_rows_ = 6;
   load_balance_ = random_.chance(50) ? "follow_bootstrap_room" : "round_robin";
@@ -241,6 +245,32 @@ void World::draw_state() {
     for (const Component component : {Component::kSlidingKey, Component::kSlidingValue})
       geometry_.states.push_back({component, {1}, {geometry_.kv_heads}, bytes(), DType::kUnknown});
   }
+}
+
+// Reference peers know a compressed model's layers by section, with any number of stages.
+void World::draw_compressed() {
+  KVF_REACHED("a model was compressed");
+  const auto bytes = [&] { return static_cast<std::uint32_t>(random_.between(1, 3)); };
+  page_tokens_ = plan::kCoarseRatio;
+  geometry_.index_bytes = bytes();
+  std::vector<std::uint32_t> all, indexed, coarse;
+  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
+    const std::uint32_t ratios[] = {0, plan::kIndexedRatio, plan::kCoarseRatio};
+    // The first layer has pages: a model without any has nothing to send before its last chunk.
+    const std::uint32_t ratio = ratios[random_.between(layer == 0 ? 1 : 0, 2)];
+    geometry_.compression_ratios.push_back(ratio);
+    all.push_back(layer);
+    if (ratio == plan::kIndexedRatio) indexed.push_back(layer);
+    if (ratio == plan::kCoarseRatio) coarse.push_back(layer);
+  }
+  const auto add = [&](Component component, const std::vector<std::uint32_t>& layers) {
+    if (!layers.empty())
+      geometry_.states.push_back({component, layers, {}, bytes(), DType::kUnknown});
+  };
+  add(Component::kSlidingKey, all);
+  add(Component::kSlidingCompressed, indexed);
+  add(Component::kSlidingCompressedIndex, indexed);
+  add(Component::kCompressedState, coarse);
 }
 
 void World::build() {
@@ -323,10 +353,12 @@ void World::start_node(Node& node) {
     self.bootstrap = kServer;
     self.life = node.ports->entropy.token();
     self.layout = node.layout;
+    self.state_kinds = plan::kinds_of(geometry_);
     self.attention = geometry_.attention;
     self.total_kv_heads = geometry_.kv_heads;
     self.stage_begin = layers.begin;
     self.stage_layers = layers.count;
+    self.compression_ratios = geometry_.compression_ratios;
     self.load_balance_method = load_balance_;
     self.native = native_;
     node.prefill_manager =
@@ -338,6 +370,7 @@ void World::start_node(Node& node) {
     self.control = node.control;
     self.life = node.ports->entropy.token();
     self.layout = node.layout;
+    self.state_kinds = plan::kinds_of(geometry_);
     self.attention = geometry_.attention;
     self.total_kv_heads = geometry_.kv_heads;
     self.session_name = fmt::format("{}:{}", node.host, node.control.port);

@@ -95,6 +95,7 @@ class World {
                  const std::function<void(std::uint8_t&, std::uint8_t)>& visit) const;
   static void overwrite(const Node& node, const Part& part, int value);
   void draw_state();
+  void draw_compressed();
   void fill_source(Node& node, const Part& part, std::uint64_t begin, std::uint64_t count);
   void verify_target(Node& node, const Part& part);
   void check_end();

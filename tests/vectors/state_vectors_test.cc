@@ -42,6 +42,8 @@ std::vector<Block> blocks_of(const Json& calls) {
 struct Pair {
   RankPlace place;
   plan::AttentionKind attention;
+  plan::PositionalContext context;
+  std::vector<StateKind> kinds;
   Layout layout;
   std::vector<std::vector<std::uint64_t>> pointers;
   std::vector<Numbers> lengths;
@@ -51,6 +53,8 @@ struct Pair {
   // One component of the prefill rank, as its lists say: dims are what a mamba state is cut along.
   void add(StateKind kind, const std::vector<std::uint64_t>& bases, const Numbers& item_lengths,
            const Numbers& dims, std::uint32_t first_layer) {
+    context.attention = attention;
+    kinds.push_back(kind);
     const bool halves =  // all K, then all V
         kind == StateKind::kSlidingWindow && !attention.mla && !attention.hybrid_mla;
     const std::size_t half = halves ? (bases.size() + 1) / 2 : bases.size();
@@ -72,15 +76,57 @@ struct Pair {
       layout.slabs.push_back(slab);
     }
   }
-  [[nodiscard]] Result<std::vector<Block>> copies() const {
+  // The same of a compressed model: its layers [begin, end), section after section. False: the
+  // lists are not those of such a stage.
+  bool add_sections(std::optional<StateKind> kind, const Numbers& ratios, std::uint32_t begin,
+                    std::uint32_t end, const std::vector<std::uint64_t>& bases,
+                    const Numbers& item_lengths) {
+    using enum Component;
+    constexpr std::uint32_t kAny = 1;
+    std::vector<std::pair<Component, std::uint32_t>> sections;
+    if (!kind) {
+      sections = {{kLatent, 4}, {kLatentIndex, 4}, {kLatent, 128}};
+    } else if (*kind == StateKind::kSlidingWindow) {
+      sections = {{kSlidingKey, kAny}, {kSlidingCompressed, 4}, {kSlidingCompressedIndex, 4}};
+    } else if (*kind == StateKind::kSlidingRing) {
+      sections = {{kSlidingRing, kAny}};
+    } else if (*kind == StateKind::kCompressed) {
+      sections = {{kCompressedState, 128}};
+    }
+    context.attention = attention;
+    if (kind) kinds.push_back(*kind);
+    context.stage_begin = begin;
+    context.stage_layers = end - begin;
+    context.compression_ratios = ratios;
+    std::size_t i = 0;
+    for (const auto& [component, ratio] : sections) {
+      for (std::uint32_t layer = begin; layer < end && layer < ratios.size(); ++layer) {
+        if (ratio != kAny && ratios[layer] != ratio) continue;
+        if (i == bases.size()) return false;
+        Slab slab;
+        slab.component = component;
+        slab.layer = layer;
+        slab.base = bases[i];
+        slab.item_count = plan::kUnknownItemCount;
+        slab.item_bytes = slab.item_stride = slab.row_stride = item_lengths[i];
+        slab.head_bytes = item_lengths[i];
+        slab.head_stride = slab.head_bytes;
+        layout.slabs.push_back(slab);
+        ++i;
+      }
+    }
+    return i == bases.size();
+  }
+  [[nodiscard]] Result<std::vector<Block>> copies() {
     Layout theirs;
+    context.state_kinds = kinds;
     const plan::PositionalState lists{.pointers = pointers,
                                       .item_lengths = lengths,
                                       .layer_ids = {},
                                       .tp_rank = target_rank,
                                       .tp_size = target_tp};
     KVF_RETURN_IF_ERROR(
-        plan::add_state_from_lists(layout, place, attention, lists, "decode", theirs));
+        plan::add_state_from_lists(layout, place, context, lists, "decode", theirs));
     const auto lanes = plan::pair_lanes(layout, theirs, "prefill", "decode");
     if (!lanes.ok()) return lanes.status();
     CopyPlan plan;
@@ -142,10 +188,12 @@ TEST(Vector, MaybeSendExtra) {
   each_case("maybe_send_extra", [&](const Json& in, const Json& expected) {
     const Json &p = in.at("prefill"), &d = in.at("dst");
     const auto types = p.at("state_types").get<std::vector<std::string>>();
-    // Two components of one kind, and sections by compression ratios, have no form here.
-    if (d.is_null() || std::set<std::string>(types.begin(), types.end()).size() != types.size() ||
-        !p.at("mla_compression_ratios").is_null())
+    // Two components of one kind have no form here.
+    if (d.is_null() || std::set<std::string>(types.begin(), types.end()).size() != types.size())
       return;
+    Numbers ratios;
+    if (!p.at("mla_compression_ratios").is_null())
+      ratios = p["mla_compression_ratios"].get<Numbers>();
     Pair pair;
     pair.place = {.tp_rank = in.at("engine_rank"),
                   .tp_size = in.at("attn_tp_size"),
@@ -164,8 +212,14 @@ TEST(Vector, MaybeSendExtra) {
       const auto kind = static_cast<StateKind>(k);
       const auto dims = p.at("state_dim_per_tensor").at(i).get<Numbers>();
       if (kind == StateKind::kMamba && pair.place.tp_size != pair.target_tp && dims.empty()) return;
-      pair.add(kind, p.at("state_data_ptrs").at(i), p.at("state_item_lens").at(i), dims,
-               p.at("prefill_start_layer"));
+      if (ratios.empty()) {
+        pair.add(kind, p.at("state_data_ptrs").at(i), p.at("state_item_lens").at(i), dims,
+                 p.at("prefill_start_layer"));
+      } else if (!pair.add_sections(kind, ratios, p.at("prefill_start_layer"),
+                                    p.at("prefill_end_layer"), p.at("state_data_ptrs").at(i),
+                                    p.at("state_item_lens").at(i))) {
+        refused = true;  // fewer or more pools than such a stage has
+      }
       const auto list = [&](const char* name) {
         const Json& lists = in.at(name);
         return i < lists.size() && !lists.at(i).is_null()
@@ -189,7 +243,7 @@ TEST(Vector, MaybeSendExtra) {
     ASSERT_TRUE(got.ok()) << got.status().to_string();
     EXPECT_EQ(*got, blocks_of(expected.at("calls")));
   });
-  EXPECT_GE(compared, 45);
+  EXPECT_GE(compared, 49);
 }
 
 TEST(Vector, DsaSkipFlags) {
@@ -239,10 +293,71 @@ TEST(Vector, FilterKvIndicesForCpRank) {
   });
 }
 
+// True: it was compared with the reference.
+bool check_sections(const Json& in, const Json& expected) {
+  const auto source = in.at("src_kv_ptrs").get<std::vector<std::uint64_t>>(),
+             target = in.at("dst_kv_ptrs").get<std::vector<std::uint64_t>>();
+  const auto ratios = in.at("mla_compression_ratios").get<Numbers>();
+  if (in.at("prefill_end_layer").is_null()) return false;  // a stage of ours says where it ends
+  std::optional<StateKind> kind;
+  if (!in.at("state_type").is_null()) {
+    std::size_t k = 0;
+    while (to_string(static_cast<StateKind>(k)) != in["state_type"]) ++k;
+    kind = static_cast<StateKind>(k);
+    // Compressed models have no such components: their index lies in the KV pages.
+    if (plan::sections_of(kind).empty()) return false;
+  }
+  Pair pair;
+  pair.attention = {.mla = true, .hybrid_mla = false};
+  const Numbers lengths(std::max(source.size(), target.size()), 64);
+  // As many pools as such a stage has: else the reference fails in the middle of a transfer, or
+  // leaves pools out.
+  if (!pair.add_sections(kind, ratios, in.at("prefill_start_layer"), in.at("prefill_end_layer"),
+                         source, lengths))
+    return false;
+  Layout theirs;
+  Status status;
+  pair.context.state_kinds = pair.kinds;
+  const std::uint64_t length = 64;
+  if (!kind) {
+    const auto layout = plan::layout_of_peer(
+        pair.layout, pair.place, pair.context,
+        {.kv_pointers = target, .kv_item_lengths = {&length, 1}}, {}, "decode");
+    status = layout.status();
+    if (layout.ok()) theirs = *layout;
+  } else if (!source.empty()) {
+    const std::vector<std::vector<std::uint64_t>> pointers{target};
+    const std::vector<Numbers> item_lengths{Numbers(target.size(), 64)};
+    status = plan::add_state_from_lists(pair.layout, pair.place, pair.context,
+                                        {.pointers = pointers, .item_lengths = item_lengths},
+                                        "decode", theirs);
+  }
+  // The reference checks no such length of rings and c128 rows, and takes a prefix of the list.
+  const std::size_t c4 = static_cast<std::size_t>(std::count(ratios.begin(), ratios.end(), 4U)),
+                    c128 = static_cast<std::size_t>(std::count(ratios.begin(), ratios.end(), 128U));
+  const std::size_t whole = !kind                                ? 2 * c4 + c128
+                            : *kind == StateKind::kSlidingWindow ? ratios.size() + 2 * c4
+                            : *kind == StateKind::kSlidingRing   ? ratios.size()
+                                                                 : c128;
+  const bool fits = target.size() == whole || target.size() == source.size();
+  if (!fits && !source.empty()) {
+    EXPECT_FALSE(status.ok());
+    return false;
+  }
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  std::vector<std::uint64_t> got;
+  for (const Slab& slab : theirs.slabs) got.push_back(slab.base);
+  EXPECT_EQ(Json(got), expected.value("dst", Json::array()));
+  return true;
+}
+
 TEST(Vector, MlaKvPtrsWithPp) {
-  int plain = 0;
+  int plain = 0, sections = 0;
   each_case("mla_kv_ptrs_with_pp", [&](const Json& in, const Json& expected) {
-    if (!in.at("mla_compression_ratios").is_null()) return;  // sections: not supported
+    if (!in.at("mla_compression_ratios").is_null()) {
+      sections += check_sections(in, expected) ? 1 : 0;
+      return;
+    }
     ++plain;
     const auto source = in.at("src_kv_ptrs").get<std::vector<std::uint64_t>>(),
                target = in.at("dst_kv_ptrs").get<std::vector<std::uint64_t>>();
@@ -267,6 +382,7 @@ TEST(Vector, MlaKvPtrsWithPp) {
     EXPECT_EQ(got, wanted);
   });
   EXPECT_GE(plain, 13);
+  EXPECT_GE(sections, 150);
 }
 
 }  // namespace
