@@ -110,4 +110,8 @@ struct Layout {
 // value.
 KVF_API Status validate(const Layout& layout);
 
+// A number for all that plans are made from, everything but the bases: ranks whose layouts have the
+// same one are planned for alike. The same on every machine; stands in messages.
+KVF_API std::uint64_t layout_hash(const Layout& layout);
+
 }  // namespace kvferry

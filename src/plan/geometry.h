@@ -28,9 +28,9 @@ struct StateGeometry {
 };
 
 struct Geometry {
-  std::string name;
+  std::string name = {};
   std::uint32_t layers = 1;
-  AttentionKind attention;
+  AttentionKind attention = {};
   std::uint32_t kv_heads = 1;          // 1 for MLA
   std::uint32_t key_head_bytes = 0;    // of one head and token; for MLA the latent vector
   std::uint32_t value_head_bytes = 0;  // 0 for MLA

@@ -7,7 +7,23 @@
 
 #include <fmt/format.h>
 
+#include "src/base/hash.h"
+
 namespace kvferry {
+
+std::uint64_t layout_hash(const Layout& layout) {
+  Fnv hash;
+  const auto add = [&hash](auto... numbers) {
+    (hash.add(static_cast<std::uint64_t>(numbers)), ...);
+  };
+  add(layout.page_tokens, layout.slabs.size());
+  for (const Slab& s : layout.slabs) {
+    add(s.component, s.layer, s.dtype, s.memory.kind, s.memory.device, s.item_count, s.item_bytes,
+        s.item_stride, s.rows_per_item, s.row_stride, s.head_begin, s.head_count, s.head_bytes,
+        s.head_stride);
+  }
+  return hash.value();
+}
 
 Status validate(const Layout& layout) {
   const auto bad = [](const Slab& slab, const std::string& why) {

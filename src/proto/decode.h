@@ -155,6 +155,7 @@ class DecodeManager {
     Address peer;
     Address bootstrap;
     PlaceKey place{};
+    std::uint64_t layout_hash = 0;  // of the prefill rank's layout, as it was looked up
     std::string name;
     bool open = false;
     Time opened_at{}, last_heard{}, last_permission{}, next_register{};

@@ -25,6 +25,7 @@ void DecodeManager::send_register(Session& session, Token token, const Address& 
     m.plane = ports_.plane.address();
     m.place = self_.place;
     m.layout = self_.layout;
+    m.expected_layout = session.layout_hash;
     session.next_register = now + settings_.register_retry;
     send_native(ports_.control, peer, self_.control, token, std::move(m));
     return;
@@ -82,6 +83,7 @@ void DecodeManager::connect(Use& use, Instance& instance, UseId id, Time now) {
         session.peer = link.address;
         session.bootstrap = use.bootstrap;
         session.place = key;
+        session.layout_hash = layout_hash(link.info.layout);
         session.name = fmt::format("prefill dp{} cp{} tp{} pp{} at {}", key[0], key[1], key[2],
                                    key[3], link.address.host_port());
         session.opened_at = session.last_heard = session.last_permission = now;

@@ -1,5 +1,6 @@
 // Rules between the managers and peers that are late, restarted or confused. The world is recorded,
 // not simulated.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "src/plan/geometry.h"
@@ -91,6 +92,13 @@ TEST_F(NativeRoom, AStatusOfTheReferenceSaysNothingToIt) {
   manager_.on_frames({"5", "0", "0"}, kNow);
   EXPECT_EQ(state(), RoomState::kTransferring);
   EXPECT_FALSE(world_.views.at(use_).pages_reusable);
+}
+
+TEST_F(NativeRoom, ItSaysByWhichLayoutItElectedWriters) {
+  const auto frame = *wire::decode_native(world_.sent.front().frames);
+  const auto* m = std::get_if<wire::Register>(&frame.message);
+  ASSERT_NE(m, nullptr);
+  EXPECT_EQ(m->expected_layout, layout_hash(pools(0x10000)));
 }
 
 TEST_F(NativeRoom, AnAuxRowThatIsNotLentIsRefused) {
@@ -283,6 +291,33 @@ TEST_F(NativeDecode, T33NoChunkIsWrittenBeforeItsEventWhicheverItIs) {
   EXPECT_EQ(world_.writes.size(), 3U);
 }
 
+// A rank that was replaced between the lookup and the session: the shares were elected for another
+// memory.
+TEST_F(NativeDecode, ASessionWhoseWritersWereElectedByAnotherLayoutIsRefused) {
+  wire::Register m;
+  m.reply = kDecode;
+  m.plane = "fake";
+  m.layout = pools(0x200000);
+  const auto registers = [&](std::uint64_t expected) {
+    m.expected_layout = expected;
+    manager_.on_frames(
+        wire::encode_native(
+            {.version = wire::kNativeVersion, .session = {6, 7}, .reply = kDecode, .message = m}),
+        kNow);
+  };
+  Layout other = pools(0x10000);
+  other.slabs[0].item_count += 1;
+  registers(layout_hash(other));
+  EXPECT_EQ(manager_.sessions(), 1U);
+  const auto answer = *wire::decode_native(world_.sent.back().frames);
+  const auto* unknown = std::get_if<wire::Unknown>(&answer.message);
+  ASSERT_NE(unknown, nullptr);
+  EXPECT_NE(unknown->reason.find(fmt::format("{:016x}", layout_hash(other))), std::string::npos);
+
+  registers(layout_hash(pools(0x777)));  // wherever it lies
+  EXPECT_EQ(manager_.sessions(), 2U);
+}
+
 // Nobody answers pings: the leave to write runs out, and the session with it.
 TEST_F(NativeDecode, LeaveToWriteRunsOutWithoutAnswers) {
   const UseId use = *manager_.open(RoomId{5}, {}, kNow);
@@ -387,6 +422,77 @@ TEST_F(ForeignDecode, ARoomMessageWithoutARegistrationFailsItsRoom) {
   (void)manager_.send(use, {1}, {}, kNow);
   EXPECT_EQ(world_.views.at(use).state, RoomState::kFailed);
   EXPECT_TRUE(world_.writes.empty());
+}
+
+// A request of 1000 tokens in 16 pages of 64, in chunks of 4: what a reference rank holds already
+// is left out, whole pages of it.
+TEST(ForeignPrefix, T10APrefixInsideAPageIsFlooredAndThatPageIsSent) {
+  constexpr std::uint32_t kTokens = 64;
+  constexpr std::uint64_t kTarget = 0x40000000;
+  const plan::Geometry model{
+      .name = "one", .layers = 1, .key_head_bytes = 2, .value_head_bytes = 2, .aux_bytes = {8}};
+  struct Case {
+    std::uint64_t prefix;
+    std::size_t lent;  // pages behind the whole pages of the prefix
+  };
+  for (const Case& c : {Case{0, 16}, {63, 16}, {64, 15}, {640, 6}, {1000, 1}, {1024, 0}}) {
+    vectors::FakeWorld world;
+    Settings settings;
+    PrefillSelf self;
+    self.control = kPrefill;
+    self.bootstrap = kServer;
+    self.layout = plan::layout_of_rank(model, {}, kTokens, 32, 2);
+    plan::place_slabs(self.layout, 0x10000, 64);
+    self.total_kv_heads = 1;
+    self.stage_layers = 1;
+    PrefillManager manager(self, settings, world.ports());
+    const auto says = [&](const wire::Message& message) {
+      manager.on_frames(*wire::encode_to_prefill(message, wire::Dialect::kSeed), kNow);
+    };
+    wire::Register registration;
+    registration.reply = kDecode;
+    registration.session_name = "10.0.0.9:9";
+    registration.pools.kv_pointers = {kTarget, kTarget * 2};
+    registration.pools.aux_pointers = {kTarget * 3};
+    registration.pools.kv_item_length = kTokens * 2;
+    says(registration);
+    const UseId use = *manager.open(RoomId{5}, {}, kNow);
+    ASSERT_TRUE(manager.init(use, 16, 0, kNow, true).ok());
+    wire::Metadata m;
+    m.room = RoomId{5};
+    m.reply = kDecode;
+    m.session_name = "10.0.0.9:9";
+    for (std::size_t i = 0; i < c.lent; ++i) m.pages.push_back(static_cast<PageIndex>(100 + i));
+    m.aux_row = 0;
+    m.prefix_tokens = c.prefix;
+    says(m);
+    for (PageIndex chunk = 0; chunk < 4; ++chunk) {
+      const std::vector<PageIndex> pages{4 * chunk, 4 * chunk + 1, 4 * chunk + 2, 4 * chunk + 3};
+      ASSERT_TRUE(manager.send(use, pages, {}, kNow).ok());
+    }
+    // Page k of the request is page k of the source, and lands in the pages that were lent, in
+    // order.
+    std::map<std::uint64_t, std::uint64_t> moved;  // source page to target page, of the keys
+    for (const auto& write : world.writes) {
+      for (const plan::Block& block : plan::expand(write.plan)) {
+        if (block.target < kTarget || block.target >= 2 * kTarget) continue;
+        for (std::uint64_t at = 0; at < block.bytes; at += std::uint64_t{kTokens} * 2) {
+          moved[(block.source - self.layout.slabs[0].base + at) / (kTokens * 2)] =
+              (block.target - kTarget + at) / (kTokens * 2);
+        }
+      }
+      manager.on_completion({Completion::Kind::kWrite,
+                             static_cast<std::uint64_t>(write.id),
+                             {},
+                             true,
+                             bytes_of(write.plan)},
+                            kNow);
+    }
+    std::map<std::uint64_t, std::uint64_t> expected;
+    for (std::size_t i = 0; i < c.lent; ++i) expected[16 - c.lent + i] = 100 + i;
+    EXPECT_EQ(moved, expected) << "prefix " << c.prefix;
+    EXPECT_EQ(world.views.at(use).state, RoomState::kSuccess) << "prefix " << c.prefix;
+  }
 }
 
 }  // namespace

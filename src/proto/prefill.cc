@@ -13,6 +13,7 @@ namespace kvferry::proto {
 PrefillManager::PrefillManager(PrefillSelf self, const Settings& settings, Ports ports)
     : self_(std::move(self)),
       pool_pages_(plan::page_limit(self_.layout)),
+      layout_hash_(layout_hash(self_.layout)),
       kinds_(self_.state_kinds.empty() ? plan::kinds_of(self_.layout) : self_.state_kinds),
       settings_(settings),
       ports_(ports) {}

@@ -52,7 +52,8 @@ void PrefillManager::on_http(CallId call, const HttpResponse& response, Time now
   const bool ok = response.status == 200;
   if (ok && !registered_)
     ports_.trace.trace(Severity::kInfo,
-                       "registered with bootstrap server " + self_.bootstrap.host_port());
+                       fmt::format("registered with bootstrap server {}, layout hash {:016x}",
+                                   self_.bootstrap.host_port(), layout_hash_));
   if (!ok) {
     Status why(response.status == 0 ? Code::kUnavailable : Code::kRefused,
                fmt::format("bootstrap server {} did not register this rank: {} {}",
@@ -148,6 +149,13 @@ void PrefillManager::on_register_native(const wire::NativeFrame& frame, const wi
   if (frame.session.is_zero()) {
     ++counters_.malformed_messages;
     return;
+  }
+  if (m.expected_layout != 0 && m.expected_layout != layout_hash_) {
+    KVF_REACHED("a session was refused whose writers were elected by another layout");
+    return reply_unknown(frame,
+                         fmt::format("the layout of this rank has hash {:016x}, it was looked "
+                                     "up with {:016x}: it was replaced since",
+                                     layout_hash_, m.expected_layout));
   }
   if (!sessions_.contains(frame.session)) {
     if (sessions_.size() >= settings_.sessions_max) {

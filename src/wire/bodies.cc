@@ -154,7 +154,8 @@ Json native_json(const NativeRank& native) {
           {"versions", {native.version_min, native.version_max}},
           {"capabilities", native.capabilities},
           {"plane", native.plane},
-          {"layout", json_of(native.layout)}};
+          {"layout", json_of(native.layout)},
+          {"layout_hash", fmt::format("{:016x}", layout_hash(native.layout))}};
 }
 
 constexpr std::size_t kSlabsMax = 65536;
@@ -199,6 +200,10 @@ Result<NativeRank> read_native(const Json& json) {
   }
   if (!in.status().ok()) return in.status();
   KVF_RETURN_IF_ERROR(validate(native.layout));
+  const std::string hash = fmt::format("{:016x}", layout_hash(native.layout));
+  if (const std::string said = in.optional_text("layout_hash", hash); said != hash)
+    in.fail("layout_hash", fmt::format("is {}, the layout beside it has {}", said, hash));
+  if (!in.status().ok()) return in.status();
   return native;
 }
 

@@ -53,6 +53,9 @@ struct Register {
   PlaneAddress plane;                    // native
   RankPlace place;                       // native
   Layout layout;                         // native
+  // Native, since version 3: layout_hash() of the prefill rank's layout, as the bootstrap server
+  // gave it and the writers were elected by it; 0: not said.
+  std::uint64_t expected_layout = 0;
   friend bool operator==(const Register&, const Register&) = default;
 };
 
@@ -238,7 +241,7 @@ void describe(M& m, F&& f) {
       f("tp_size", m.tp_size);
   f("pools", m.pools), f("staging", m.staging), f("life", m.life), f("plane", m.plane),
       f("place", m.place);
-  f("layout", m.layout);
+  f("layout", m.layout), f("expected_layout", m.expected_layout);
 }
 template <class M, class F>
 requires std::is_same_v<std::remove_const_t<M>, Metadata>

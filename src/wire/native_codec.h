@@ -10,7 +10,7 @@
 
 namespace kvferry::wire {
 
-inline constexpr std::uint16_t kNativeVersion = 2;
+inline constexpr std::uint16_t kNativeVersion = 3;
 
 struct NativeFrame {
   std::uint16_t version = kNativeVersion;

@@ -1,3 +1,4 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "src/base/random.h"
@@ -238,6 +239,17 @@ TEST(Bodies, ARegistrationSurvivesTheRoundTrip) {
   const auto back = parse_registration(to_json(r));
   ASSERT_TRUE(back.ok()) << back.status().to_string();
   EXPECT_EQ(*back, r);
+
+  // A layout that is not the one that was hashed did not arrive as it was sent.
+  std::string body = to_json(r);
+  const auto at = body.find("\"item_count\":4");
+  ASSERT_NE(at, std::string::npos);
+  body[at + 13] = '5';
+  const auto changed = parse_registration(body);
+  ASSERT_FALSE(changed.ok());
+  EXPECT_NE(changed.status().message().find(fmt::format("{:016x}", layout_hash(r.native->layout))),
+            std::string::npos)
+      << changed.status().to_string();
 }
 
 TEST(Bodies, AnUnknownTopologyKeyIsIgnoredOnlyWhenItsValueIsHarmless) {
