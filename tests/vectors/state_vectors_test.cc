@@ -1,6 +1,7 @@
 // State and context parallelism against what the reference copied. Where we refuse what it copied
 // in part, or not at all, with success, the rule stands beside the case.
 #include <algorithm>
+#include <set>
 
 #include "src/plan/components.h"
 #include "src/plan/planner.h"

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <functional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -19,8 +18,6 @@ namespace kvferry::vectors {
 using Json = nlohmann::json;
 
 std::string folder();
-// Every file that some test has asked for.
-std::set<std::string>& known_files();
 
 // Runs `check(input, expected)` for every case of FILE.json, prints how many there were. Schema
 // errors are failures.
