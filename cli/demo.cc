@@ -14,12 +14,14 @@
 #include <fstream>
 #include <list>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "cli/models.h"
+#include "cli/plan.h"
 #include "cli/process.h"
 #include "cli/workload.h"
 #include "src/base/hash.h"
@@ -71,8 +73,8 @@ class Pool {
       std::swap(free_[i - 1], free_[random.below(i)]);  // fragmented, as a used one is
     for (std::uint32_t i = 0; i < aux_rows; ++i) rows_.push_back(i);
   }
-  // Leading pages of the chain that are held; they stay until unpin().
-  std::vector<PageIndex> pin_prefix(const std::vector<std::uint64_t>& chain) {
+  // Leading pages of the chain that are held, a multiple of `unit`; they stay until unpin().
+  std::vector<PageIndex> pin_prefix(const std::vector<std::uint64_t>& chain, std::size_t unit) {
     std::vector<PageIndex> pages;
     for (const std::uint64_t key : chain) {
       const auto it = held_.find(key);
@@ -81,6 +83,7 @@ class Pool {
       order_.splice(order_.end(), order_, it->second.used);
       pages.push_back(it->second.page);
     }
+    for (; pages.size() % unit != 0; pages.pop_back()) --held_.at(chain[pages.size() - 1]).pins;
     return pages;
   }
   void unpin(const std::vector<std::uint64_t>& chain, std::size_t count) {
@@ -143,7 +146,9 @@ class Demo {
         "model {}: {} layers, {}, {} bytes a token; page size {}\n", geometry_.name,
         geometry_.layers,
         geometry_.attention.mla ? "latent KV" : fmt::format("{} KV heads", geometry_.kv_heads),
-        bytes_per_token(geometry_), o_.page_size);
+        bytes_per_token(geometry_),
+        page(true) == page(false) ? fmt::format("{}", page(true))
+                                  : fmt::format("{} and {}", page(true), page(false)));
     if (!geometry_.states.empty()) print_state();
     fmt::print(
         "prefill tp={} pp={} cp={} dp={}  ->  decode tp={} pp={} dp={}, plane {}, codec {}\n",
@@ -188,8 +193,16 @@ class Demo {
                geometry_.kv_layers.empty() ? geometry_.layers : geometry_.kv_layers.size());
   }
 
-  std::uint64_t pages_of(const Request& request) const {
-    return (request.tokens + o_.page_size - 1) / o_.page_size;
+  // Tokens of a page on either side.
+  std::uint32_t page(bool prefill) const {
+    return prefill || o_.decode_page_size == 0 ? o_.page_size : o_.decode_page_size;
+  }
+  std::uint64_t pages_of(const Request& request, bool prefill) const {
+    return (request.tokens + page(prefill) - 1) / page(prefill);
+  }
+  // Tokens that both sides' pages of a request have room for, the padding of the last one included.
+  std::uint64_t common_tokens(const Request& request) const {
+    return std::min(pages_of(request, true) * page(true), pages_of(request, false) * page(false));
   }
 
   // What one decode rank, or all of a group, hold of a request, from the model alone.
@@ -242,23 +255,24 @@ class Demo {
     return total;
   }
   std::uint64_t window_pages(std::uint64_t pages) const {
-    return std::min<std::uint64_t>(pages, geometry_.sliding_window / o_.page_size + 1);
+    return std::min<std::uint64_t>(pages, geometry_.sliding_window / page(false) + 1);
   }
 
   void size_pools() {
-    std::uint64_t largest = 1, all = 0;
+    std::uint64_t largest = 1, largest_source = 1, all = 0;
     for (const Request& request : workload_.requests) {
-      largest = std::max(largest, pages_of(request));
-      all += pages_of(request);
+      largest = std::max(largest, pages_of(request, false));
+      largest_source = std::max(largest_source, pages_of(request, true));
+      all += pages_of(request, false);
     }
     const std::uint64_t least = largest * o_.concurrency + 8;
     const Share share = share_of_group();
     const std::uint64_t fits =
-        kPoolBytes / std::max<std::uint64_t>(1, (share.token + share.window) * o_.page_size) /
+        kPoolBytes / std::max<std::uint64_t>(1, (share.token + share.window) * page(false)) /
         o_.decode.dp;
     decode_pages_ =
         static_cast<std::uint32_t>(std::min(std::max(least, fits), std::max(least, all + 8)));
-    prefill_pages_ = static_cast<std::uint32_t>(least);
+    prefill_pages_ = static_cast<std::uint32_t>(largest_source * o_.concurrency + 8);
     for (std::uint32_t i = 0; i < o_.decode.dp; ++i)
       decode_pools_.emplace_back(decode_pages_ - 1, o_.concurrency + 1,
                                  100 + i);  // the last page is never used
@@ -293,7 +307,7 @@ class Demo {
           {"cp_rank", cp},
           {"cp_size", cut.cp},
           {"geometry", to_json(geometry_)},
-          {"page_tokens", o_.page_size},
+          {"page_tokens", page(prefill)},
           {"block_tokens", workload_.block_tokens},
           {"pool_pages", prefill ? prefill_pages_ : decode_pages_},
           {"aux_rows", o_.concurrency + 1},
@@ -422,24 +436,26 @@ class Demo {
     a.number = number;
     a.prefill_group = static_cast<std::uint32_t>(room % o_.prefill.dp);
     a.decode_group = static_cast<std::uint32_t>(number % o_.decode.dp);
-    const std::uint64_t pages = pages_of(request);
+    const std::uint64_t pages = pages_of(request, false), page_tokens = page(false);
     // A page may be shared when it is full and every block up to its end is the same.
     if (!request.block_ids.empty()) {
       Fnv hash;
       std::uint64_t hashed = 0;
-      for (std::uint64_t page = 0; (page + 1) * o_.page_size <= request.tokens; ++page) {
+      for (std::uint64_t nth = 0; (nth + 1) * page_tokens <= request.tokens; ++nth) {
         const std::uint64_t last_block = std::min<std::uint64_t>(
-            ((page + 1) * o_.page_size - 1) / workload_.block_tokens, request.block_ids.size() - 1);
+            ((nth + 1) * page_tokens - 1) / workload_.block_tokens, request.block_ids.size() - 1);
         for (; hashed <= last_block; ++hashed) hash.add(request.block_ids[hashed]);
         Fnv key = hash;
-        key.add(page);
+        key.add(nth);
         a.chain.push_back(key.value());
       }
     }
     Pool& decode = decode_pools_[a.decode_group];
     Pool& prefill = prefill_pools_[a.prefill_group];
-    a.decode_pages = decode.pin_prefix(a.chain);
+    // What is held must be whole pages on the other side too.
+    a.decode_pages = decode.pin_prefix(a.chain, page(true) / std::gcd(page(true), page(false)));
     a.held = a.decode_pages.size();
+    const std::uint64_t first_source = a.held * page_tokens / page(true);
     std::vector<PageIndex> evicted, none;
     if (!decode.take(pages - a.held, a.decode_pages, a.decode_row, evicted)) {
       decode.unpin(a.chain, a.held);
@@ -447,7 +463,8 @@ class Demo {
       return false;
     }
     release(a.decode_group, evicted);
-    if (!prefill.take(pages - a.held, a.prefill_pages, a.prefill_row, none)) {
+    if (!prefill.take(pages_of(request, true) - first_source, a.prefill_pages, a.prefill_row,
+                      none)) {
       decode.unpin(a.chain, a.held);
       for (std::size_t i = a.held; i < a.decode_pages.size(); ++i)
         decode.give_page(a.decode_pages[i]);
@@ -467,6 +484,7 @@ class Demo {
           {"room", room},
           {"pages", a.decode_pages},
           {"new_begin", a.held},
+          {"end_token", common_tokens(request)},
           {"aux_row", a.decode_row},
           {"tokens", request.tokens},
           {"block_ids",
@@ -478,7 +496,7 @@ class Demo {
           {"req", number},
           {"room", room},
           {"pages", a.prefill_pages},
-          {"first_page", a.held},
+          {"first_page", first_source},
           {"aux_row", a.prefill_row},
           {"tokens", request.tokens},
           {"block_ids",
@@ -486,9 +504,9 @@ class Demo {
     });
     // What must arrive, from the model and the request alone.
     const Share share = share_of_group();
-    expected_ += (pages - a.held) * o_.page_size * share.token +
-                 window_pages(pages - a.held) * o_.page_size * share.window + share.request;
-    skipped_ += a.held * o_.page_size * share.token;
+    expected_ += (common_tokens(request) - a.held * page_tokens) * share.token +
+                 window_pages(pages - a.held) * page_tokens * share.window + share.request;
+    skipped_ += a.held * page_tokens * share.token;
     active_[number] = std::move(a);
     return true;
   }
@@ -707,24 +725,13 @@ int run_demo(const DemoOptions& options) {
   if (options.plane == "shm" && options.codec != "native")
     return usage(Status(Code::kInvalidArgument,
                         "plane shm reaches native ranks only; codec sglang needs tcp or auto"));
-  const RankPlace decode{.tp_rank = 0,
-                         .tp_size = options.decode.tp,
-                         .pp_rank = 0,
-                         .pp_size = options.decode.pp,
-                         .cp_rank = 0,
-                         .cp_size = options.decode.cp};
-  const plan::InstanceShape prefill{.tp_size = options.prefill.tp,
-                                    .pp_size = options.prefill.pp,
-                                    .cp_size = options.prefill.cp,
-                                    .dp_size = options.prefill.dp};
-  const auto mapping =
-      options.codec == "native"
-          ? plan::map_native_ranks(decode, geometry->attention, geometry->kv_heads, prefill, false)
-          : plan::map_ranks(decode, geometry->attention, prefill, false);
-  if (!mapping.ok()) return usage(mapping.status());
   if (options.prefill.pp > geometry->layers || options.decode.pp > geometry->layers)
     return usage(Status(Code::kInvalidArgument,
                         fmt::format("more pipeline stages than the {} layers", geometry->layers)));
+  const Status fit = check_cuts(
+      *geometry, options.prefill, options.decode, options.codec == "native", options.page_size,
+      options.decode_page_size == 0 ? options.page_size : options.decode_page_size);
+  if (!fit.ok()) return usage(fit);
   std::uint64_t copies = 1;  // decode ranks that hold the same bytes
   if (geometry->attention.mla) copies = options.decode.tp;
   if (!geometry->attention.mla && options.decode.tp > geometry->kv_heads)

@@ -19,6 +19,7 @@ struct DemoOptions {
   Cut prefill{.tp = 2, .pp = 1, .cp = 1, .dp = 1}, decode{.tp = 4, .pp = 1, .cp = 1, .dp = 1};
   std::string plane = "auto", codec = "native";
   std::uint32_t page_size = 16;
+  std::uint32_t decode_page_size = 0;  // 0: as page_size, which is then of both sides
   std::string trace;
   std::optional<std::uint64_t> requests, tokens;
   std::uint32_t concurrency = 4;

@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <limits>
 #include <map>
 #include <set>
 
@@ -74,6 +75,8 @@ struct Job {
   std::uint64_t first_page = 0;  // prefill: page of the prompt that pages[0] is
   std::uint64_t new_begin =
       0;  // decode: pages[new_begin..] are lent, those before are held already
+  // Decode: the other side has no page for what is behind it.
+  std::uint64_t end_token = std::numeric_limits<std::uint64_t>::max();
   std::uint32_t aux_row = 0;
   Request request;
   Sender sender;
@@ -238,6 +241,7 @@ class Rank {
     job.pages = c["pages"].get<std::vector<PageIndex>>();
     job.first_page = c.value("first_page", std::uint64_t{0});
     job.new_begin = c.value("new_begin", std::uint64_t{0});
+    job.end_token = c.value("end_token", job.end_token);
     job.aux_row = c["aux_row"];
     job.request.tokens = c["tokens"];
     job.request.block_ids = c["block_ids"].get<std::vector<std::uint64_t>>();
@@ -310,6 +314,7 @@ class Rank {
            ++i) {
         for (std::uint32_t row = 0; row < slab.rows_per_item; ++row) {
           const std::uint64_t token = (first_page + i) * page_tokens_ + row;
+          if (token >= job.end_token) break;
           const std::uint64_t content = content_of(job, token);
           for (std::uint32_t h = 0; h < slab.head_count; ++h) {
             f(at(static_cast<std::uint64_t>(job.pages[i]), row, h), slab.head_bytes,

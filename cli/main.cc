@@ -104,6 +104,11 @@ int run(int argc, char** argv) {
   demo_command->add_option("--page-size", demo.page_size, "tokens of a page")
       ->check(CLI::Range(1U, 65536U))
       ->capture_default_str();
+  demo_command
+      ->add_option("--decode-page-size", demo.decode_page_size,
+                   "tokens of a page on the decode side; 0: as on the prefill side")
+      ->check(CLI::Range(0U, 65536U))
+      ->capture_default_str();
   demo_command->add_option(
       "--trace", demo.trace,
       "requests from a file of JSON lines (timestamp, input_length, hash_ids)");
@@ -148,6 +153,11 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   plan_command->add_option("--page-size", plan.page_size, "tokens of a page")
       ->check(CLI::Range(1U, 65536U))
+      ->capture_default_str();
+  plan_command
+      ->add_option("--decode-page-size", plan.decode_page_size,
+                   "tokens of a page on the decode side; 0: as on the prefill side")
+      ->check(CLI::Range(0U, 65536U))
       ->capture_default_str();
   plan_command->add_flag("--all-cp-ranks", plan.all_cp_ranks,
                          "every context-parallel rank sends its part of the pages");

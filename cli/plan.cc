@@ -25,7 +25,6 @@ using plan::PlannedRank;
 struct Instances {
   std::vector<PlannedRank> sources, targets;
   plan::InstanceRules rules;
-  std::uint32_t page_tokens = 16;
   std::uint32_t sliding_window = 0;
 };
 
@@ -112,7 +111,6 @@ std::vector<PlannedRank> instance_from_json(const std::string& path, const char*
   both.rules.kv_heads = json.value("kv_heads", 0U);
   both.rules.model_layers = json.value("model_layers", 0U);
   both.sliding_window = json.value("sliding_window", 0U);
-  both.page_tokens = json.at("page_tokens");
   std::vector<PlannedRank> ranks;
   for (const Json& j : json.at("ranks")) {
     PlannedRank rank;
@@ -135,7 +133,8 @@ std::vector<PlannedRank> instance_from_json(const std::string& path, const char*
 
 std::vector<PlannedRank> instance_of(const plan::Geometry& geometry, const Cut& cut,
                                      const char* side, std::uint32_t page_tokens,
-                                     std::uint32_t pages) {
+                                     std::uint32_t tokens) {
+  const std::uint32_t pages = (tokens + page_tokens - 1) / page_tokens;
   std::vector<PlannedRank> ranks;
   for (std::uint32_t tp = 0; tp < cut.tp; ++tp) {
     for (std::uint32_t pp = 0; pp < cut.pp; ++pp) {
@@ -162,7 +161,7 @@ std::vector<PlannedRank> instance_of(const plan::Geometry& geometry, const Cut& 
 // Its pages in any order, its state as the kinds have it.
 plan::RequestItems items_of(const Layout& layout, const Instances& both, std::uint32_t tokens,
                             std::uint64_t seed) {
-  const std::uint32_t pages = (tokens + both.page_tokens - 1) / both.page_tokens;
+  const std::uint32_t page = layout.page_tokens, pages = (tokens + page - 1) / page;
   Random random(seed);
   const auto shuffled = [&random](std::uint32_t count) {
     std::vector<PageIndex> list(count);
@@ -174,7 +173,7 @@ plan::RequestItems items_of(const Layout& layout, const Instances& both, std::ui
   for (const StateKind kind : plan::kinds_of(layout)) {
     std::uint32_t count = plan::row_of(kind).pairing == plan::Pairing::kPages ? pages : 1;
     if (kind == StateKind::kSlidingWindow && both.sliding_window > 0)
-      count = std::min(count, both.sliding_window / both.page_tokens + 1);
+      count = std::min(count, both.sliding_window / page + 1);
     items.states.at(static_cast<std::size_t>(kind)) = shuffled(count);
   }
   return items;
@@ -256,13 +255,13 @@ Instances load(const PlanOptions& o) {
     const auto p = parse_cut(o.prefill), d = parse_cut(o.decode);
     if (!p.ok()) throw std::runtime_error("--prefill: " + p.status().message());
     if (!d.ok()) throw std::runtime_error("--decode: " + d.status().message());
-    const std::uint32_t pages = (o.tokens + o.page_size - 1) / o.page_size;
-    both.page_tokens = o.page_size;
     both.sliding_window = geometry->sliding_window;
     both.rules.attention = geometry->attention;
     both.rules.kv_heads = geometry->kv_heads;
-    both.sources = instance_of(*geometry, *p, "prefill", o.page_size, pages);
-    both.targets = instance_of(*geometry, *d, "decode", o.page_size, pages);
+    both.sources = instance_of(*geometry, *p, "prefill", o.page_size, o.tokens);
+    both.targets =
+        instance_of(*geometry, *d, "decode",
+                    o.decode_page_size == 0 ? o.page_size : o.decode_page_size, o.tokens);
   }
   both.rules.native = o.codec == "native";
   both.rules.all_cp_ranks = o.all_cp_ranks || both.rules.attention.hybrid_mla;
@@ -270,6 +269,19 @@ Instances load(const PlanOptions& o) {
 }
 
 }  // namespace
+
+Status check_cuts(const plan::Geometry& geometry, const Cut& prefill, const Cut& decode,
+                  bool native, std::uint32_t page_size, std::uint32_t decode_page_size) {
+  const auto sources = instance_of(geometry, prefill, "prefill", page_size, page_size),
+             targets = instance_of(geometry, decode, "decode", decode_page_size, decode_page_size);
+  return plan::plan_instances(sources, targets,
+                              {.native = native,
+                               .attention = geometry.attention,
+                               .kv_heads = geometry.kv_heads,
+                               .model_layers = geometry.layers,
+                               .all_cp_ranks = geometry.attention.hybrid_mla})
+      .status();
+}
 
 int run_plan(const PlanOptions& o) {
   Instances both;
@@ -324,8 +336,12 @@ int run_plan(const PlanOptions& o) {
       from, to, *deliveries,
       {.replicas_allowed = !both.rules.native, .model_layers = both.rules.model_layers});
 
-  fmt::print("{} prefill ranks, {} decode ranks, {}; one request of {} tokens, pages of {}\n\n",
-             both.sources.size(), both.targets.size(), o.codec, o.tokens, both.page_tokens);
+  const std::uint32_t page = both.sources.front().layout.page_tokens,
+                      their_page = both.targets.front().layout.page_tokens;
+  fmt::print(
+      "{} prefill ranks, {} decode ranks, {}; one request of {} tokens, pages of {}\n\n",
+      both.sources.size(), both.targets.size(), o.codec, o.tokens,
+      page == their_page ? fmt::format("{}", page) : fmt::format("{} and {}", page, their_page));
   fmt::print("{:<22}{:<16}{:<12}{:<14}{:>14}{:>10}{:>12}\n", "from", "to", "heads", "layers",
              "bytes", "copies", "mean bytes");
   std::vector<PlanArrow> arrows;

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "cli/demo.h"
+#include "kvferry/status.h"
+#include "src/plan/geometry.h"
 #include "src/plan/instance_plan.h"
 
 namespace kvferry::cli {
@@ -16,10 +18,15 @@ struct PlanOptions {
   std::string prefill = "tp=2", decode = "tp=4";
   std::string codec = "native";
   std::uint32_t tokens = 2048, page_size = 16;
+  std::uint32_t decode_page_size = 0;  // 0: as page_size
   bool all_cp_ranks = false;
   std::string json, svg;
   std::string save_layouts;  // a prefix: writes PREFIX-prefill.json and PREFIX-decode.json
 };
+
+// Whether ranks of two cuts of a model can be brought together at all.
+Status check_cuts(const plan::Geometry& geometry, const Cut& prefill, const Cut& decode,
+                  bool native, std::uint32_t page_size, std::uint32_t decode_page_size);
 
 // kExitOk: proved; kExitWrong: not proved, or refused; kExitUsage: bad arguments.
 int run_plan(const PlanOptions& options);

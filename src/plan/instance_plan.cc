@@ -32,6 +32,13 @@ Result<InstancePlan> plan_instances(std::span<const PlannedRank> sources,
                                             rules.all_cp_ranks)
                          : map_ranks(target.place, rules.attention, shape, rules.all_cp_ranks);
     if (!map.ok()) return Status(map.status().code(), target.name + ": " + map.status().message());
+    if (const std::uint32_t page = sources.front().layout.page_tokens;
+        !rules.native && page != target.layout.page_tokens) {
+      return Status(Code::kRefused, fmt::format("{} has pages of {} tokens, {} of {}; only native "
+                                                "ranks can bring them together",
+                                                sources.front().name, page, target.name,
+                                                target.layout.page_tokens));
+    }
     std::uint32_t writers = 0;
     for (const std::uint32_t cp : map->cp_ranks) {
       std::vector<std::size_t> contacted;

@@ -22,7 +22,7 @@ struct PlannedRank {
 };
 struct InstanceRules {
   bool native = true;  // else as the reference's ranks do
-  AttentionKind attention;
+  AttentionKind attention = {};
   std::uint32_t kv_heads = 0;
   std::uint32_t model_layers = 0;  // draft layers come from here on; 0: there are none
   bool all_cp_ranks = false;       // each CP rank sends its part of the pages; else the first alone

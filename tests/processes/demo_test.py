@@ -42,6 +42,11 @@ def cuts():
     right("--prefill", "dp=2,tp=2", "--decode", "tp=2,dp=2")
     right("--prefill", "pp=2", "--decode", "pp=2", "--page-size", "7")
     right("--model", "deepseek-v3", "--prefill", "tp=4", "--decode", "tp=2")
+    # Pages of different sizes: tokens that both have room for; prefixes of whole pages on both sides.
+    for sizes in ((16, 64), (64, 16), (48, 32)):
+        right("--prefill", "tp=2", "--decode", "tp=4", "--page-size", str(sizes[0]), "--decode-page-size", str(sizes[1]))
+    mixed = right("--model", "deepseek-v3.2", "--prefill", "tp=2,pp=2", "--decode", "tp=2", "--page-size", "64", "--decode-page-size", "20")
+    expect(mixed["bytes"] == 6 * 2 * (100 * 61 * (2 * 576 + 132) + 64 + 512), mixed)
     # More decode ranks than heads: every rank holds a copy of its head.
     config = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 256}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -78,6 +83,10 @@ def hybrid():
         # Which layers a stage holds is not in the lists.
         code, _, text = run(*SMALL, "--model", file.name, "--codec", "sglang", "--prefill", "tp=2,pp=2", "--decode", "tp=2")
         expect(code == 1 and "layer ids needed" in text, code, text)
+    code, _, text = run(*SMALL, "--model", "gemma-3", "--page-size", "16", "--decode-page-size", "64")
+    expect(code == 2 and "pages of different" in text and "pages of 16 tokens on prefill" in text and "64 on decode" in text, code, text)
+    code, _, text = run(*SMALL, "--codec", "sglang", "--decode-page-size", "64")
+    expect(code == 2 and "pages of 16 tokens" in text and "of 64" in text, code, text)
     code, _, text = run(*SMALL, "--codec", "sglang", "--prefill", "tp=3", "--decode", "tp=2")
     expect(code == 2 and "prefill tp=3, decode tp=2" in text, code, text)
 
@@ -105,6 +114,10 @@ def trace():
         expect(code == 0, text)
         # Two blocks of 64 tokens are held after the first request: 8 pages of 16 tokens, five times.
         expect(numbers["prefix_bytes_skipped"] == 5 * 128 * 131072, numbers)
+        # With pages of 48 tokens there, whole pages on both sides are 96 of these 128 tokens.
+        code, numbers, text = run("demo", "--trace", file.name, "--scale", "8", "--concurrency", "1", "--speed", "10",
+                                  "--page-size", "48", "--decode-page-size", "32")
+        expect(code == 0 and numbers["prefix_bytes_skipped"] == 5 * 96 * 131072, text)
 
 
 def sabotage():

@@ -53,6 +53,12 @@ for sizes in (("tp=4", "tp=6"), ("tp=3", "tp=2")):
     why = refused("--prefill", sizes[0], "--decode", sizes[1], "--codec", "sglang")
     expect(f"prefill {sizes[0]}, decode {sizes[1]}" in why, why)
 
+# Pages of different sizes: whole tokens of both, cut into parts of 16; the reference's ranks cannot.
+mixed = proved("--prefill", "tp=2", "--decode", "tp=4", "--decode-page-size", "64")
+expect(mixed["bytes"] == numbers["bytes"], mixed["bytes"])
+why = refused("--prefill", "tp=2", "--decode", "tp=4", "--decode-page-size", "64", "--codec", "sglang")
+expect("16" in why and "64" in why, why)
+
 # T28: eight context-parallel ranks: the first alone, or all.
 one = proved("--prefill", "cp=8", "--decode", "tp=1")
 expect(one["responses_expected"] == 1 and len(one["pairs"]) == 1, one)
