@@ -37,6 +37,7 @@ inline constexpr const char* kRequiredMarks[] = {
     "an instance was asked for again",
     "an instance was lost by its heartbeat",
     "leave to write ran out",
+    "pages of two sizes were brought together",
     "pages of a foreign writer came home unproven, by time",
     "the dp rank of a room was asked for again",
 };

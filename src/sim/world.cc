@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <numeric>
 
 #include <fmt/format.h>
 
@@ -15,6 +16,7 @@ namespace kvferry::sim {
 namespace {
 
 constexpr std::uint64_t kEventsPerInstantMax = 100000;
+constexpr std::uint32_t kFreshRooms = 4;  // that fit into the pools of a rank together, at least
 constexpr std::uint8_t kPoison = 0xEE;
 const Address kServer{"boot", 8998};
 
@@ -92,7 +94,7 @@ struct World::Room {
   std::uint64_t sequence = 0;
   RoomId number{};
   std::uint32_t instance = 0, dp = 0;
-  std::uint32_t pages = 0, prefix_pages = 0;
+  std::uint64_t tokens = 0, prefix_tokens = 0;
   bool fresh = false, must_succeed = false;
   std::uint32_t decode_parts = 0, decode_succeeded = 0;
 };
@@ -179,6 +181,14 @@ void World::draw() {
     draw_state();
   }
   pool_pages_ = pick({12, 24});
+  their_page_tokens_ = page_tokens_;
+  const bool windows = std::any_of(
+      geometry_.states.begin(), geometry_.states.end(),
+      [](const auto& state) { return state_of(state.component) == StateKind::kSlidingWindow; });
+  if (native_ && !windows && random_.chance(25)) {
+    their_page_tokens_ = pick({1, 2, 3, 4, 6});
+    if (their_page_tokens_ != page_tokens_) KVF_REACHED("pages of two sizes were brought together");
+  }
   aux_rows_ = 6;
   load_balance_ = random_.chance(50) ? "follow_bootstrap_room" : "round_robin";
 
@@ -222,10 +232,10 @@ void World::draw() {
   rooms_wanted_ = static_cast<std::uint32_t>(random_.between(24, 48));
   log(fmt::format(
       "draw codec={} prefill tp={} pp={} dp={} decode tp={} pp={} x{} heads={} mla={} states={} "
-      "pages={}x{}",
+      "pages={}x{} to {}",
       native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_, d_pp_, d_instances_,
       geometry_.kv_heads, geometry_.attention.mla, geometry_.states.size(), pool_pages_,
-      page_tokens_));
+      page_tokens_, their_page_tokens_));
 }
 
 // Hybrid models. Reference peers send no layer numbers here: one stage only.
@@ -320,7 +330,9 @@ void World::start_node(Node& node) {
   node.frozen_until = {};
   node.held.clear();
   log(fmt::format("{} starts life {}", node.host, node.life));
-  node.layout = plan::layout_of_rank(geometry_, node.place, page_tokens_, pool_pages_, aux_rows_);
+  node.layout =
+      plan::layout_of_rank(geometry_, node.place, node.prefill ? page_tokens_ : their_page_tokens_,
+                           pool_of(node), aux_rows_);
   Layout sizes = node.layout;
   const std::uint64_t bytes = plan::place_slabs(sizes, 0, 16);
   node.memories.emplace_back(bytes, kPoison);
@@ -328,7 +340,7 @@ void World::start_node(Node& node) {
   node.plane = std::make_unique<SimPlane>(fabric_, node.host);
   node.ports = std::make_unique<Ports>(*this, node.number, node.life);
   node.free_pages.clear();
-  for (std::uint32_t i = 0; i < pool_pages_; ++i)
+  for (std::uint32_t i = 0; i < pool_of(node); ++i)
     node.free_pages.push_back(static_cast<PageIndex>(i));
   node.free_rows.clear();
   for (std::uint32_t i = 0; i < aux_rows_; ++i) node.free_rows.push_back(i);
@@ -568,9 +580,10 @@ void World::open_room(bool fresh, std::uint32_t pair) {
     room->number = RoomId{(500 + room->sequence) * p_dp_ + room->dp};
   // Fresh rooms fit into the pools together: two sides that wait for each other's pages would be
   // the applications' deadlock.
-  room->pages = static_cast<std::uint32_t>(
-      random_.between(random_.chance(10) ? 0 : 1, pool_pages_ / (fresh ? 4 : 3)));
-  room->prefix_pages = random_.chance(20) ? static_cast<std::uint32_t>(random_.below(3)) : 0;
+  room->tokens = random_.between(random_.chance(10) ? 0 : 1,
+                                 page_tokens_ * pool_pages_ / (fresh ? kFreshRooms : 3));
+  room->prefix_tokens =  // whole pages on both sides
+      random_.chance(20) ? random_.below(3) * std::lcm(page_tokens_, their_page_tokens_) : 0;
   room->fresh = fresh;
   const std::uint64_t sequence = room->sequence;
   for (const auto& node : nodes_) {
@@ -637,14 +650,15 @@ void World::lend_pages(std::uint64_t sequence, std::uint32_t number, proto::UseI
   const auto it = node.parts.find(use);
   if (it == node.parts.end() || it->second.ended) return;
   Part& part = it->second;
-  if (node.free_pages.size() < room.pages || node.free_rows.empty()) {
+  const std::uint64_t pages = pages_of(room, node);
+  if (node.free_pages.size() < pages || node.free_rows.empty()) {
     if (tries > 200) return;
     on_node(number, node.life, ms(5, 40), [this, sequence, use, tries](Node& n) {
       lend_pages(sequence, n.number, use, tries + 1);
     });
     return;
   }
-  for (std::uint32_t i = 0; i < room.pages;
+  for (std::uint64_t i = 0; i < pages;
        ++i) {  // last in, first out: what came home is used again at once
     part.pages.push_back(node.free_pages.back());
     node.free_pages.pop_back();
@@ -656,10 +670,7 @@ void World::lend_pages(std::uint64_t sequence, std::uint32_t number, proto::UseI
   part.holds = true;
   overwrite(node, part, kPoison);
   const Status sent = node.decode_manager->send_metadata(
-      use,
-      {part.pages, part.aux_row, std::uint64_t{room.prefix_pages} * page_tokens_,
-       states_of(node, part)},
-      queue_.now());
+      use, {part.pages, part.aux_row, room.prefix_tokens, states_of(node, part)}, queue_.now());
   if (!sent.ok()) release(node, part);
   after_input(node);
 }
@@ -693,29 +704,30 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
   const auto it = node.parts.find(use);
   if (it == node.parts.end() || it->second.ended) return;
   Part& part = it->second;
+  const std::uint64_t all = pages_of(room, node);
   const auto later = [&](Duration delay) {
     on_node(number, node.life, delay,
             [this, sequence, use](Node& n) { send_next(sequence, n.number, use); });
   };
   if (!part.holds) {
-    if (node.free_pages.size() < room.pages || node.free_rows.empty()) return later(ms(5, 40));
-    for (std::uint32_t i = 0; i < room.pages; ++i) {
+    if (node.free_pages.size() < all || node.free_rows.empty()) return later(ms(5, 40));
+    for (std::uint64_t i = 0; i < all; ++i) {
       part.pages.push_back(node.free_pages.back());
       node.free_pages.pop_back();
     }
     part.aux_row = node.free_rows.back();
     node.free_rows.pop_back();
     part.holds = true;
-    if (!node.prefill_manager->init(use, room.pages, part.aux_row, queue_.now()).ok()) return;
+    if (!node.prefill_manager->init(use, all, part.aux_row, queue_.now()).ok()) return;
   }
-  const std::uint64_t left = room.pages - part.sent;
+  const std::uint64_t left = all - part.sent;
   const std::uint64_t count = random_.chance(50) ? left : random_.between(left == 0 ? 0 : 1, left);
   const std::vector<PageIndex> pages(
       part.pages.begin() + static_cast<std::ptrdiff_t>(part.sent),
       part.pages.begin() + static_cast<std::ptrdiff_t>(part.sent + count));
   const std::uint64_t begin = part.sent;
   part.sent += count;
-  const bool last = part.sent == room.pages;
+  const bool last = part.sent == all;
   const std::vector<StateItems> states = last ? states_of(node, part) : std::vector<StateItems>{};
   if (ready_events_ && random_.chance(40)) {
     // The producer is late: what lies in the pages before its event must not be sent.
@@ -734,6 +746,17 @@ void World::send_next(std::uint64_t sequence, std::uint32_t number, proto::UseId
   }
   after_input(node);
   if (!last) later(ms(0, 25));
+}
+
+// Pages of one rank: as many tokens on either side, and a last page that is not full for each of
+// the rooms that must fit together.
+std::uint32_t World::pool_of(const Node& node) const {
+  const std::uint32_t page = node.prefill ? page_tokens_ : their_page_tokens_;
+  return (pool_pages_ * page_tokens_ + page - 1) / page + kFreshRooms;
+}
+
+std::uint64_t World::pages_of(const Room& room, const Node& node) {
+  return (room.tokens + node.layout.page_tokens - 1) / node.layout.page_tokens;
 }
 
 // The items that a room owns of a pool: its pages, or the row or slot that it was given.
@@ -763,19 +786,22 @@ std::vector<StateItems> World::states_of(const Node& node, const Part& part) {
 // Every byte that a room owns of pages [begin, end) and of what has no pages, and what belongs
 // there.
 void World::for_bytes(const Node& node, const Part& part, std::uint64_t begin, std::uint64_t end,
+                      std::uint64_t end_token,
                       const std::function<void(std::uint8_t&, std::uint8_t)>& visit) const {
+  const std::uint64_t page = node.layout.page_tokens;
   for (const Slab& slab : node.layout.slabs) {
     const std::vector<PageIndex> items = items_of(slab, part);
     const bool paged = !is_one(slab);
     for (std::uint64_t i = paged ? begin : 0; i < (paged ? end : items.size()); ++i) {
       for (std::uint32_t t = 0; t < slab.rows_per_item; ++t) {
+        if (paged && i * page + t >= end_token) break;
         for (std::uint32_t h = 0; h < slab.head_count; ++h) {
           auto* at = reinterpret_cast<std::uint8_t*>(
               slab.base + static_cast<std::uint64_t>(items[i]) * slab.item_stride +
               t * slab.row_stride + h * slab.head_stride);
           for (std::uint32_t b = 0; b < slab.head_bytes; ++b)
             visit(at[b], pattern(part.room, slab.component, slab.layer, slab.head_begin + h,
-                                 i * page_tokens_ + t, b));
+                                 i * page + t, b));
         }
       }
     }
@@ -792,13 +818,17 @@ void World::overwrite(const Node& node, const Part& part, int value) {
 }
 
 void World::fill_source(Node& node, const Part& part, std::uint64_t begin, std::uint64_t count) {
-  for_bytes(node, part, begin, begin + count,
+  for_bytes(node, part, begin, begin + count, ~std::uint64_t{0},
             [](std::uint8_t& at, std::uint8_t value) { at = value; });
 }
 
 void World::verify_target(Node& node, const Part& part) {
   std::uint64_t wrong = 0, bytes = 0;
-  for_bytes(node, part, 0, part.pages.size(), [&](std::uint8_t& at, std::uint8_t value) {
+  // Behind the last page of either side nothing is sent.
+  const std::uint64_t tokens = rooms_.at(part.room)->tokens;
+  const auto whole = [&](std::uint32_t page) { return (tokens + page - 1) / page * page; };
+  const std::uint64_t end = std::min(whole(page_tokens_), whole(their_page_tokens_));
+  for_bytes(node, part, 0, part.pages.size(), end, [&](std::uint8_t& at, std::uint8_t value) {
     wrong += at != value ? 1 : 0;
     ++bytes;
   });
@@ -978,9 +1008,9 @@ void World::check_end() {
       if (part.holds)
         violation(fmt::format("{}: the pages of room {} never came home", node->host, part.room));
     }
-    if (node->free_pages.size() != pool_pages_)
+    if (node->free_pages.size() != pool_of(*node))
       violation(fmt::format("{}: {} of {} pages are free", node->host, node->free_pages.size(),
-                            pool_pages_));
+                            pool_of(*node)));
     const std::size_t open =
         node->prefill ? node->prefill_manager->open_rooms() : node->decode_manager->open_rooms();
     if (open != 0) violation(fmt::format("{}: {} rooms are left in the table", node->host, open));

@@ -91,7 +91,11 @@ class World {
   static bool is_one(const Slab& slab);
   static std::vector<PageIndex> items_of(const Slab& slab, const Part& part);
   static std::vector<StateItems> states_of(const Node& node, const Part& part);
+  [[nodiscard]] std::uint32_t pool_of(const Node& node) const;
+  static std::uint64_t pages_of(const Room& room, const Node& node);
+  // Pages [begin, end), tokens below end_token.
   void for_bytes(const Node& node, const Part& part, std::uint64_t begin, std::uint64_t end,
+                 std::uint64_t end_token,
                  const std::function<void(std::uint8_t&, std::uint8_t)>& visit) const;
   static void overwrite(const Node& node, const Part& part, int value);
   void draw_state();
@@ -119,7 +123,8 @@ class World {
 
   // Drawn.
   plan::Geometry geometry_;
-  std::uint32_t page_tokens_ = 1, pool_pages_ = 16, aux_rows_ = 8;
+  std::uint32_t page_tokens_ = 1, their_page_tokens_ = 1;  // of prefill and decode ranks
+  std::uint32_t pool_pages_ = 16, aux_rows_ = 8;
   std::uint32_t p_tp_ = 1, p_pp_ = 1, p_dp_ = 1, d_tp_ = 1, d_pp_ = 1, d_instances_ = 1;
   bool native_ = true;
   std::string load_balance_;
