@@ -348,6 +348,7 @@ void DecodeManager::lend_and_announce(UseId id, Use& use, Time now) {
       m.pages = metadata.pages;
       m.aux_row = metadata.aux_row;
       m.writes = source.writes;
+      if (use.shape.cp_size > 1) m.all_cp_ranks = use.mapping.cp_ranks.size() > 1;
       if (source.native) {
         m.states.assign(lists->begin(), lists->end());
         while (!m.states.empty() && m.states.back().empty()) m.states.pop_back();

@@ -184,6 +184,8 @@ class DecodeManager {
   void lose_instance(const Address& bootstrap, Time now);
   Status check_fit(const wire::Topology& topology, const Address& bootstrap,
                    const Instance& instance) const;
+  [[nodiscard]] Result<bool> all_cp_ranks(const wire::Topology& topology,
+                                          const Instance& instance) const;
   [[nodiscard]] Result<plan::RankMapping> map_to(const wire::Topology& topology,
                                                  const Instance& instance) const;
   void resolve(UseId id, Use& use, Time now);

@@ -138,26 +138,56 @@ void DecodeManager::on_instance(const Address& bootstrap, Instance& instance,
        {});
 }
 
-// Native ranks meet whatever their sizes; where a reference rank takes part, its rules hold. The
-// flag that decides whether all CP ranks send is the prefill side's to say where it can; ours
-// otherwise.
+// Whether every CP rank sends its part: native ranks say so themselves, and alike. Foreign ones do
+// not: there it is a setting of both sides.
+Result<bool> DecodeManager::all_cp_ranks(const wire::Topology& topology,
+                                         const Instance& instance) const {
+  constexpr std::uint16_t kSaidSince = 3;
+  const bool configured =
+      settings_.all_cp_ranks || self_.attention.hybrid_mla || topology.layer_split;
+  if (topology.cp_size <= 1) return configured;
+  const Link* first = nullptr;
+  const auto says = [](const Link& link) {
+    const auto& list = link.info.capabilities;
+    return std::find(list.begin(), list.end(), wire::kAllCpRanks) != list.end();
+  };
+  const auto differ = [](const std::string& a, bool all, const std::string& b) {
+    return Status(Code::kRefused,
+                  fmt::format("{} has all_cp_ranks {}, {} has {}", a, all, b, !all));
+  };
+  for (const auto& [key, link] : instance.links) {
+    if (!link.native || link.info.version_max < kSaidSince) continue;
+    if (first == nullptr) first = &link;
+    if (says(link) != says(*first)) {
+      return differ("prefill rank " + first->address.host_port(), says(*first),
+                    "prefill rank " + link.address.host_port());
+    }
+  }
+  if (first == nullptr) return configured;
+  if (!instance.all_native && says(*first) != configured)
+    return differ("prefill rank " + first->address.host_port(), says(*first), "this decode rank");
+  return says(*first);
+}
+
+// Native ranks meet whatever their sizes; where a reference rank takes part, its rules hold.
 Result<plan::RankMapping> DecodeManager::map_to(const wire::Topology& topology,
                                                 const Instance& instance) const {
-  const bool all_cp = settings_.all_cp_ranks || self_.attention.hybrid_mla || topology.layer_split;
+  const auto all_cp = all_cp_ranks(topology, instance);
+  if (!all_cp.ok()) return all_cp.status();
   const plan::InstanceShape shape{.tp_size = topology.tp_size,
                                   .pp_size = topology.pp_size,
                                   .cp_size = topology.cp_size,
                                   .dp_size = topology.dp_size};
   if (instance.all_native)
     return plan::map_native_ranks(self_.place, self_.attention, self_.total_kv_heads, shape,
-                                  all_cp);
+                                  *all_cp);
   if (topology.page_size && *topology.page_size != self_.layout.page_tokens) {
     return Status(Code::kRefused,
                   fmt::format("page size differs: it has {}, this decode rank has {}; only native "
                               "ranks can bring them together",
                               *topology.page_size, self_.layout.page_tokens));
   }
-  return plan::map_ranks(self_.place, self_.attention, shape, all_cp);
+  return plan::map_ranks(self_.place, self_.attention, shape, *all_cp);
 }
 
 Status DecodeManager::check_fit(const wire::Topology& topology, const Address& bootstrap,

@@ -318,6 +318,54 @@ TEST_F(NativeDecode, ASessionWhoseWritersWereElectedByAnotherLayoutIsRefused) {
   EXPECT_EQ(manager_.sessions(), 2U);
 }
 
+// A rank that was replaced by one with another setting: pages would be missing, or come twice.
+TEST(CpRanks, T28ARoomWhoseSidesDifferInWhoSendsFails) {
+  for (const bool all : {false, true}) {
+    vectors::FakeWorld world;
+    Settings settings;
+    settings.all_cp_ranks = all;
+    PrefillSelf self;
+    self.place = {.cp_rank = 1, .cp_size = 2};
+    self.control = kPrefill;
+    self.bootstrap = kServer;
+    self.layout = pools(0x10000);
+    self.total_kv_heads = 1;
+    self.stage_layers = 1;
+    PrefillManager manager(self, settings, world.ports());
+    const auto says = [&](wire::Message message) {
+      manager.on_frames(wire::encode_native({.version = wire::kNativeVersion,
+                                             .session = {6, 6},
+                                             .reply = kDecode,
+                                             .message = std::move(message)}),
+                        kNow);
+    };
+    wire::Register registration;
+    registration.reply = kDecode;
+    registration.plane = "fake";
+    registration.layout = pools(0x100000);
+    says(registration);
+    says(wire::Pong{static_cast<std::uint64_t>(kNow.time_since_epoch().count())});
+    for (const std::optional<bool> expected :
+         {std::optional<bool>(!all), std::optional<bool>(all), std::optional<bool>()}) {
+      const RoomId room{expected ? (*expected ? 1U : 2U) : 3U};
+      const UseId use = *manager.open(room, {}, kNow);
+      wire::Metadata m;
+      m.room = room;
+      m.grant = {10, static_cast<std::uint64_t>(room)};
+      m.pages = {1};
+      m.all_cp_ranks = expected;
+      says(m);
+      const bool differs = expected && *expected != all;
+      EXPECT_EQ(world.views.at(use).state == RoomState::kFailed, differs) << all;
+      if (differs) {
+        EXPECT_NE(world.views.at(use).failure.status.message().find("(cp 1 of 2) sends"),
+                  std::string::npos)
+            << world.views.at(use).failure.status.to_string();
+      }
+    }
+  }
+}
+
 // Nobody answers pings: the leave to write runs out, and the session with it.
 TEST_F(NativeDecode, LeaveToWriteRunsOutWithoutAnswers) {
   const UseId use = *manager_.open(RoomId{5}, {}, kNow);
@@ -412,6 +460,24 @@ TEST_F(ForeignDecode, NoDrainedAnswerIsGivenForAWriteThatEndedUnsettled) {
   manager_.advance(kNow + settings_.hold_time);
   aborts();
   EXPECT_EQ(answers(), 1U);
+}
+
+// A former life at this address may have a write of the room on the wire still.
+TEST_F(ForeignDecode, NoDrainedAnswerIsGivenForARoomThatAFormerLifeMayHaveWritten) {
+  manager_.start(kNow);
+  registers("10.0.0.9:9", 0x200000);
+  aborts();
+  EXPECT_EQ(answers(), 0U) << "room 5 was never heard of in this life";
+  manager_.advance(kNow + settings_.bootstrap_timeout);  // the abort is forgotten
+
+  speaks("10.0.0.9:9");  // this life heard of it, and has not written
+  aborts();
+  EXPECT_EQ(answers(), 1U);
+  const Time later = kNow + settings_.hold_time;
+  manager_.on_frames(
+      *wire::encode_to_prefill(wire::Abort{RoomId{77}, kDecode, 78, {}, {}}, wire::Dialect::k0523),
+      later);
+  EXPECT_EQ(answers(), 2U) << "whatever a former life wrote has landed";
 }
 
 TEST_F(ForeignDecode, ARoomMessageWithoutARegistrationFailsItsRoom) {

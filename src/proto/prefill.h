@@ -201,6 +201,7 @@ class PrefillManager {
   const PrefillSelf self_;
   const std::uint32_t pool_pages_;
   const std::uint64_t layout_hash_;
+  Time started_{};
   const std::vector<StateKind> kinds_;  // of our state, in the reference's order
   const Settings& settings_;
   Ports ports_;

@@ -16,6 +16,7 @@ namespace kvferry::proto {
 // --- registration
 
 void PrefillManager::start(Time now) {
+  started_ = now;
   register_self(now);
 }
 
@@ -31,10 +32,12 @@ void PrefillManager::register_self(Time now) {
   r.layer_split = self_.layer_split;
   r.prefill_http_port = self_.http_port;
   if (self_.native) {
+    std::vector<std::string> capabilities;
+    if (all_cp_ranks()) capabilities.emplace_back(wire::kAllCpRanks);
     r.native = wire::NativeRank{.life = self_.life,
                                 .version_min = 1,
                                 .version_max = wire::kNativeVersion,
-                                .capabilities = {},
+                                .capabilities = std::move(capabilities),
                                 .plane = ports_.plane.address(),
                                 .layout = self_.layout};
   }
@@ -370,6 +373,21 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
     return;
   }
 
+  if (const auto& all = to.metadata.all_cp_ranks;
+      all && self_.place.cp_size > 1 && *all != all_cp_ranks()) {
+    KVF_REACHED("a decode rank and a prefill rank differed in which CP ranks send");
+    const auto who = [](bool every) {
+      return every ? "a part from every CP rank" : "everything from the first CP rank";
+    };
+    use.destinations[peer] = std::move(to);
+    return fail(id, use,
+                Status(Code::kRefused,
+                       fmt::format("{}: {} waits for {}, this prefill rank (cp {} of {}) sends {}: "
+                                   "the instance was replaced, or its ranks differ in all_cp_ranks",
+                                   room_text(use.room), describe_peer(peer), who(!all_cp_ranks()),
+                                   self_.place.cp_rank, self_.place.cp_size, who(all_cp_ranks()))),
+                false, now);
+  }
   const std::uint32_t required = to.metadata.required_destinations;
   const std::uint32_t agreed =
       use.destinations.empty() ? required
@@ -412,6 +430,14 @@ void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const w
           wire::Dialect::kUnknown);
       if (frames.ok()) ports_.control.send(reply, std::move(*frames));
     }
+  };
+  // Of a room that this life was not told of: a former life at this address may have written it.
+  const auto ack_unheard = [&] {
+    if (!peer.is_native() && now < started_ + settings_.hold_time) {
+      KVF_REACHED("a drained answer was withheld because a former life may have written");
+      return;
+    }
+    ack_now();
   };
   // The use that this decode rank takes part in, the latest first; a native rank names it by its
   // grant.
@@ -459,7 +485,7 @@ void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const w
                   fmt::format("{}: {} aborted", room_text(m.room), describe_peer(peer))),
            true, now);
     }
-    return ack_now();
+    return ack_unheard();
   }
   // The sender does not exist yet: it shall not wait for a partner that has given up.
   const bool known = pending_.contains(m.room);
@@ -471,15 +497,16 @@ void PrefillManager::on_abort(const PeerKey& peer, const Address& reply, const w
         p->metadata.at(peer).metadata.grant != m.grant)
       return ack_now();
   }
+  bool heard = false;
   if (known ? pending_.at(m.room).metadata.size() + pending_.at(m.room).aborted.size() <
                   settings_.sessions_max
             : pending_.size() < settings_.pending_rooms_max) {
     if (!known) pending_deadlines_.set(m.room, now + settings_.bootstrap_timeout);
     Pending& pending = pending_[m.room];
-    pending.metadata.erase(peer);
+    heard = pending.metadata.erase(peer) > 0;
     pending.aborted.insert(peer);
   }
-  ack_now();
+  heard || peer.is_native() ? ack_now() : ack_unheard();
 }
 
 void PrefillManager::end_session(Token session, Status reason, bool tell_peer, Time now) {

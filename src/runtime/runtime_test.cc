@@ -304,8 +304,15 @@ TEST_P(OneProcess, T10ChunksOfAWholeRequestBeginBehindThePrefix) {
 
 // Eight context-parallel ranks: the first sends and the others end with nothing, or each its part.
 TEST_P(OneProcess, T28ContextParallelRanksSendAllTogetherOrTheFirstAlone) {
-  for (const bool all : {false, true}) {
-    SCOPED_TRACE(all);
+  // The prefill side decides, where it is native: the decode side's own setting counts for others.
+  struct Flags {
+    bool prefill = false, decode = false;
+  };
+  for (const Flags flags : {Flags{false, false}, {true, true}, {true, false}, {false, true}}) {
+    const bool native = std::get<1>(GetParam()), all = flags.prefill;
+    if (!native && flags.prefill != flags.decode) continue;
+    SCOPED_TRACE(flags.prefill);
+    SCOPED_TRACE(flags.decode);
     auto server = made(BootstrapServer::create("127.0.0.1", 0, settings_));
     const Address bootstrap{"127.0.0.1", server->port()};
     std::vector<std::unique_ptr<PrefillEndpoint>> ranks;
@@ -319,7 +326,7 @@ TEST_P(OneProcess, T28ContextParallelRanksSendAllTogetherOrTheFirstAlone) {
       ranks.push_back(made(PrefillEndpoint::create(o)));
     }
     auto decode_options = options<DecodeOptions>(target_);
-    decode_options.settings.all_cp_ranks = all;
+    decode_options.settings.all_cp_ranks = flags.decode;
     auto decode = made(DecodeEndpoint::create(decode_options));
     ASSERT_TRUE(eventually([&] {
       return std::all_of(ranks.begin(), ranks.end(), [](const auto& r) { return r->registered(); });

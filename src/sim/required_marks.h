@@ -10,6 +10,7 @@ inline constexpr const char* kRequiredMarks[] = {
     "a chunk waited for leave to write",
     "a control message was lost",
     "a drained answer brought pages home",
+    "a drained answer was withheld because a former life may have written",
     "a drained answer was withheld because a write was unsettled",
     "a foreign rank registered other memory under its old name",
     "a foreign rank will be looked up again",
@@ -39,6 +40,7 @@ inline constexpr const char* kRequiredMarks[] = {
     "leave to write ran out",
     "pages of two sizes were brought together",
     "pages of a foreign writer came home unproven, by time",
+    "the prefill side had CP ranks",
     "the dp rank of a room was asked for again",
 };
 

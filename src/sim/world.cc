@@ -208,6 +208,11 @@ void World::draw() {
   settings_.dp_rank_expiry = std::chrono::seconds(20);
   settings_.aux_over_control = random_.chance(20);
   settings_.model_layers = geometry_.layers;
+  if (random_.chance(20)) {
+    KVF_REACHED("the prefill side had CP ranks");
+    p_cp_ = pick({2, 2, 3});
+    settings_.all_cp_ranks = random_.chance(50);
+  }
 
   const auto some = [&](std::uint64_t percent) { return random_.chance(percent); };
   crashes_ = some(50);
@@ -230,12 +235,13 @@ void World::draw() {
   }
   act_one_ = ms(3000, 5000);
   rooms_wanted_ = static_cast<std::uint32_t>(random_.between(24, 48));
-  log(fmt::format(
-      "draw codec={} prefill tp={} pp={} dp={} decode tp={} pp={} x{} heads={} mla={} states={} "
-      "pages={}x{} to {}",
-      native_ ? "native" : "sglang", p_tp_, p_pp_, p_dp_, d_tp_, d_pp_, d_instances_,
-      geometry_.kv_heads, geometry_.attention.mla, geometry_.states.size(), pool_pages_,
-      page_tokens_, their_page_tokens_));
+  log(
+      fmt::format("draw codec={} prefill tp={} pp={} cp={} dp={} decode tp={} pp={} x{} heads={} "
+                  "mla={} states={} "
+                  "pages={}x{} to {}",
+                  native_ ? "native" : "sglang", p_tp_, p_pp_, p_cp_, p_dp_, d_tp_, d_pp_,
+                  d_instances_, geometry_.kv_heads, geometry_.attention.mla,
+                  geometry_.states.size(), pool_pages_, page_tokens_, their_page_tokens_));
 }
 
 // Hybrid models. Reference peers send no layer numbers here: one stage only.
@@ -295,18 +301,20 @@ void World::build() {
   for (std::uint32_t dp = 0; dp < p_dp_; ++dp) {
     for (std::uint32_t tp = 0; tp < p_tp_; ++tp) {
       for (std::uint32_t pp = 0; pp < p_pp_; ++pp) {
-        Node node;
-        node.host = fmt::format("p{}{}{}", dp, tp, pp);
-        node.prefill = true;
-        node.place = {.tp_rank = tp,
-                      .tp_size = p_tp_,
-                      .pp_rank = pp,
-                      .pp_size = p_pp_,
-                      .cp_rank = 0,
-                      .cp_size = 1,
-                      .dp_rank = dp,
-                      .dp_size = p_dp_};
-        add(std::move(node));
+        for (std::uint32_t cp = 0; cp < p_cp_; ++cp) {
+          Node node;
+          node.host = fmt::format("p{}{}{}{}", dp, tp, pp, cp > 0 ? fmt::format("c{}", cp) : "");
+          node.prefill = true;
+          node.place = {.tp_rank = tp,
+                        .tp_size = p_tp_,
+                        .pp_rank = pp,
+                        .pp_size = p_pp_,
+                        .cp_rank = cp,
+                        .cp_size = p_cp_,
+                        .dp_rank = dp,
+                        .dp_size = p_dp_};
+          add(std::move(node));
+        }
       }
     }
   }
@@ -435,8 +443,9 @@ void World::deliver(std::uint32_t from, const Address& to, wire::Frames frames) 
 void World::arrive(std::uint32_t number, std::uint64_t life, const wire::Frames& frames) {
   Node& node = *nodes_[number];
   if (!node.alive || node.life != life) return;  // messages die with the life they were sent to
-  if (node.frozen_until > queue_.now()) {
-    node.held.push_back(frames);  // the thaw delivers them in their order
+  // The thaw delivers what was held, and what comes before it has done so, in their order.
+  if (node.frozen_until > queue_.now() || !node.held.empty()) {
+    node.held.push_back(frames);
     return;
   }
   log(fmt::format("{} <- {}", node.host, brief(frames)));

@@ -125,7 +125,7 @@ class World {
   plan::Geometry geometry_;
   std::uint32_t page_tokens_ = 1, their_page_tokens_ = 1;  // of prefill and decode ranks
   std::uint32_t pool_pages_ = 16, aux_rows_ = 8;
-  std::uint32_t p_tp_ = 1, p_pp_ = 1, p_dp_ = 1, d_tp_ = 1, d_pp_ = 1, d_instances_ = 1;
+  std::uint32_t p_tp_ = 1, p_pp_ = 1, p_cp_ = 1, p_dp_ = 1, d_tp_ = 1, d_pp_ = 1, d_instances_ = 1;
   bool native_ = true;
   std::string load_balance_;
   std::uint64_t lose_percent_ = 0, slow_http_percent_ = 0, abort_percent_ = 0;

@@ -18,10 +18,14 @@ namespace kvferry::wire {
 
 // What a native rank says of itself beside the reference's keys, under the key "kvferry" (other
 // servers ignore it).
+// A capability: every CP rank of the instance sends its part of each request; else the first alone.
+// Said since native version 3.
+inline constexpr std::string_view kAllCpRanks = "all_cp_ranks";
+
 struct NativeRank {
   Token life;  // of the process
   std::uint16_t version_min = 1, version_max = 1;
-  std::vector<std::string> capabilities;
+  std::vector<std::string> capabilities;  // kAllCpRanks ...
   PlaneAddress plane;
   Layout layout;
   friend bool operator==(const NativeRank&, const NativeRank&) = default;

@@ -76,6 +76,9 @@ struct Metadata {
   // Native, since version 2: the shares (plan/planner.h) that this prefill rank was elected to
   // write. `states` is by the kinds' numbers there; in sglang by the order of the rank's pools.
   std::uint32_t writes = ~std::uint32_t{0};
+  // Native, since version 3, where the prefill side has CP ranks: the decode rank waits for a part
+  // from each of them; false: for all from the first.
+  std::optional<bool> all_cp_ranks;
   friend bool operator==(const Metadata&, const Metadata&) = default;
 };
 
@@ -251,7 +254,7 @@ void describe(M& m, F&& f) {
   f("aux_row", m.aux_row), f("states", m.states),
       f("required_destinations", m.required_destinations);
   f("prefix_tokens", m.prefix_tokens), f("dummy", m.dummy), f("writes_aux", m.writes_aux);
-  f("device_pages", m.device_pages), f("writes", m.writes);
+  f("device_pages", m.device_pages), f("writes", m.writes), f("all_cp_ranks", m.all_cp_ranks);
 }
 template <class M, class F>
 requires std::is_same_v<std::remove_const_t<M>, Done>
