@@ -263,10 +263,19 @@ TEST(Plan, PagesOfDifferentSizesArePairedByTheirParts) {
   EXPECT_EQ(plan.front().runs, (std::vector<kvferry::Run>{{5, 13, 1}, {2, 14, 1}}));
 }
 
-TEST(Plan, SizesThatDoNotDivideAreRefusedWithBothSizes) {
-  const auto map = map_ranks({.tp_rank = 0, .tp_size = 6}, {}, {.tp_size = 4}, false);
-  ASSERT_FALSE(map.ok());
-  EXPECT_NE(map.status().message().find("prefill tp=4, decode tp=6"), std::string::npos);
+TEST(Plan, T04SizesThatDoNotDivideArePlannedForNativeRanksAndElseRefusedWithBoth) {
+  for (const auto& [p, d] : {std::pair{4U, 6U}, {3U, 2U}}) {
+    for (std::uint32_t rank = 0; rank < d; ++rank) {
+      const RankPlace decode{.tp_rank = rank, .tp_size = d};
+      const auto map = map_ranks(decode, {}, {.tp_size = p}, false);
+      ASSERT_FALSE(map.ok());
+      EXPECT_NE(map.status().message().find(fmt::format("prefill tp={}, decode tp={}", p, d)),
+                std::string::npos);
+      const auto native = map_native_ranks(decode, {}, 12, {.tp_size = p}, false);
+      ASSERT_TRUE(native.ok());
+      for (const std::uint32_t source : native->tp_ranks) EXPECT_LT(source, p);
+    }
+  }
 }
 
 TEST(Plan, AnUnevenPipelineSplitIsNotTakenForADraftModel) {

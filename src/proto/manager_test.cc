@@ -101,6 +101,47 @@ TEST_F(NativeRoom, ItSaysByWhichLayoutItElectedWriters) {
   EXPECT_EQ(m->expected_layout, layout_hash(pools(0x10000)));
 }
 
+// A rank that speaks newer versions alone is met as the reference's ranks are.
+TEST(Versions, T30ARankOfANewerVersionIsSpokenToAsAForeignOne) {
+  vectors::FakeWorld world;
+  Settings settings;
+  DecodeSelf self;
+  self.control = kDecode;
+  self.layout = pools(0x100000);
+  self.total_kv_heads = 1;
+  self.session_name = "127.0.0.1:6001";
+  DecodeManager manager(self, settings, world.ports());
+  const UseId use = *manager.open(RoomId{5}, kServer, kNow);
+  ASSERT_TRUE(manager.init(use, 0, kNow).ok());
+  for (std::size_t i = 0; i < world.calls.size(); ++i) {
+    const auto call = world.calls[i];
+    HttpResponse response{404, ""};
+    if (call.request.path == "/kvferry/v1/instance") {
+      wire::Instance instance{{2, 2}, {}, {}};
+      wire::InstanceRank rank;
+      rank.address = kPrefill;
+      rank.native = {.life = {1, 1},
+                     .version_min = wire::kNativeVersion + 1,
+                     .version_max = wire::kNativeVersion + 1,
+                     .capabilities = {},
+                     .plane = "fake",
+                     .layout = pools(0x10000)};
+      instance.ranks.push_back(rank);
+      response = {200, wire::to_json(instance)};
+    } else if (call.request.path.starts_with("/route")) {
+      response = {200, wire::to_json(wire::Topology{})};
+    }
+    manager.on_http(call.id, response, kNow);
+  }
+  EXPECT_EQ(world.views.at(use).state, RoomState::kWaitingForInput);
+  ASSERT_TRUE(manager.send_metadata(use, {{1}, 0, 0}, kNow).ok());
+  ASSERT_EQ(world.sent.size(), 2U) << "a registration and a room message";
+  for (const auto& sent : world.sent) {
+    EXPECT_FALSE(wire::is_native(sent.frames));
+    EXPECT_EQ(sent.to, kPrefill);
+  }
+}
+
 TEST_F(NativeRoom, AnAuxRowThatIsNotLentIsRefused) {
   const auto aux =
       *wire::encode_to_decode(wire::AuxData{RoomId{5}, 0, 3, "12345678", {}}, wire::Dialect::kSeed);
@@ -460,6 +501,24 @@ TEST_F(ForeignDecode, NoDrainedAnswerIsGivenForAWriteThatEndedUnsettled) {
   manager_.advance(kNow + settings_.hold_time);
   aborts();
   EXPECT_EQ(answers(), 1U);
+}
+
+TEST_F(ForeignDecode, ASecondPageListIsRefusedByName) {
+  registers("10.0.0.9:9", 0x200000);
+  const UseId use = *manager_.open(RoomId{5}, {}, kNow);
+  wire::Metadata m;
+  m.room = RoomId{5};
+  m.reply = kDecode;
+  m.session_name = "10.0.0.9:9";
+  m.pages = {1};
+  m.aux_row = 0;
+  m.device_pages = {7};
+  manager_.on_frames(*wire::encode_to_prefill(wire::Message(m), wire::Dialect::k0523), kNow);
+  const auto& view = world_.views.at(use);
+  EXPECT_EQ(view.state, RoomState::kFailed);
+  EXPECT_EQ(view.failure.status.code(), Code::kRefused);
+  EXPECT_NE(view.failure.status.message().find("HiSparse"), std::string::npos);
+  EXPECT_EQ(world_.sent.back().frames, (wire::Frames{"5", "0", "0"})) << "it is told";
 }
 
 // A former life at this address may have a write of the room on the wire still.

@@ -388,6 +388,16 @@ void PrefillManager::adopt(UseId id, Use& use, const PeerKey& peer, Word word, T
                                    self_.place.cp_rank, self_.place.cp_size, who(all_cp_ranks()))),
                 false, now);
   }
+  if (!to.metadata.device_pages.empty()) {
+    const std::size_t pages = to.metadata.device_pages.size();
+    use.destinations[peer] = std::move(to);
+    return fail(id, use,
+                Status(Code::kRefused,
+                       fmt::format("{}: {} lent {} pages of a second list (pools that stay on the "
+                                   "device, HiSparse), which is not supported",
+                                   room_text(use.room), describe_peer(peer), pages)),
+                false, now);
+  }
   const std::uint32_t required = to.metadata.required_destinations;
   const std::uint32_t agreed =
       use.destinations.empty() ? required

@@ -252,7 +252,7 @@ TEST(Bodies, ARegistrationSurvivesTheRoundTrip) {
       << changed.status().to_string();
 }
 
-TEST(Bodies, AnUnknownTopologyKeyIsIgnoredOnlyWhenItsValueIsHarmless) {
+TEST(Bodies, T30AnUnknownTopologyKeyIsIgnoredOnlyWhenItsValueIsHarmless) {
   const auto with = [](const std::string& key, const std::string& value) {
     std::string body = to_json(Topology{});
     body.back() = ',';

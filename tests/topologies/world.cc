@@ -28,6 +28,10 @@ enum class Style : std::uint8_t { kTokensHeads, kHeadsTokens, kPadded, kInterlea
 struct Model {
   std::uint32_t heads = 1, layers = 1, key_bytes = 1, value_bytes = 1;
   bool mla = false;
+  // Compressed MLA: so many tokens share a row of the pages of every second layer, which have an
+  // index beside them. 1: not compressed.
+  std::uint32_t ratio = 1;
+  [[nodiscard]] bool compressed(std::uint32_t layer) const { return ratio > 1 && layer % 2 == 1; }
   // State: extents of a mamba convolution's blocks, a sliding window, an index cache. 0: none.
   std::vector<std::uint32_t> mamba_blocks;
   std::uint32_t sliding_bytes = 0, index_bytes = 0;
@@ -86,24 +90,27 @@ Rank make_rank(std::string name, const Model& model, RankPlace place,
       model.mla ? HeadRange{0, 1} : plan::heads_of_rank(model.heads, place.tp_size, place.tp_rank);
   for (const std::uint32_t layer : layers) {
     for (const bool value : {false, true}) {
-      if (value && model.mla) continue;
+      const bool compressed = model.compressed(layer);
+      if (value && model.mla && !compressed) continue;
       Slab slab;
-      slab.component = model.mla ? Component::kLatent : value ? Component::kValue : Component::kKey;
+      slab.component = !model.mla ? (value ? Component::kValue : Component::kKey)
+                       : value    ? Component::kLatentIndex
+                                  : Component::kLatent;
       slab.layer = layer;
       slab.item_count = items;
-      slab.rows_per_item = page_tokens;
+      slab.rows_per_item = compressed ? page_tokens / model.ratio : page_tokens;
       slab.head_begin = heads.begin;
       slab.head_count = heads.count;
       slab.head_bytes = value ? model.value_bytes : model.key_bytes;
       const std::uint64_t gap = style == Style::kPadded ? 3 : 0;
       if (style == Style::kHeadsTokens) {
         slab.row_stride = slab.head_bytes;
-        slab.head_stride = std::uint64_t{slab.head_bytes} * page_tokens;
+        slab.head_stride = std::uint64_t{slab.head_bytes} * slab.rows_per_item;
         slab.item_bytes = slab.head_stride * heads.count;
       } else {
         slab.head_stride = slab.head_bytes + gap;
         slab.row_stride = slab.head_stride * heads.count + gap;
-        slab.item_bytes = slab.row_stride * page_tokens;
+        slab.item_bytes = slab.row_stride * slab.rows_per_item;
       }
       slab.item_stride = slab.item_bytes + gap;
       layout.slabs.push_back(slab);
@@ -151,11 +158,12 @@ void for_cells(const Rank& rank, const Visit& visit) {
   const Layout& layout = rank.planned.layout;
   for (const Slab& slab : layout.slabs) {
     const std::vector<PageIndex>& pages = list_of(rank.items, slab);
-    const std::uint64_t before =
-        plan::share_of(slab) == kKvShare ? rank.items.prefix_tokens : std::uint64_t{0};
+    const bool cache = plan::share_of(slab) == kKvShare;
+    const std::uint64_t before = cache ? rank.items.prefix_tokens : std::uint64_t{0},
+                        row_tokens = cache ? layout.page_tokens / slab.rows_per_item : 1;
     for (std::size_t k = 0; k < pages.size(); ++k) {
       for (std::uint32_t row = 0; row < slab.rows_per_item; ++row) {
-        const std::uint64_t token = before + k * slab.rows_per_item + row;
+        const std::uint64_t token = before + (k * slab.rows_per_item + row) * row_tokens;
         for (std::uint32_t head = 0; head < slab.head_count; ++head) {
           for (std::uint32_t byte = 0; byte < slab.head_bytes; ++byte) {
             const std::uint64_t meaning =
@@ -247,6 +255,10 @@ World make_world(const Choose& choose, Random& random) {
   const std::uint32_t p_pp = chance(40) ? up_to(4) : 1, d_pp = chance(30) ? up_to(3) : 1;
   const std::uint32_t cp = chance(25) ? up_to(4) : 1;
   const std::uint32_t draft_layers = chance(20) ? up_to(2) : 0;
+  if (const std::uint32_t common = std::gcd(p_page, d_page);
+      model.mla && common > 1 && chance(50)) {
+    model.ratio = common % 4 == 0 ? 4 : common % 2 == 0 ? 2 : 3;
+  }
   if (chance(25)) {  // blocks that need not divide by the ranks, but are no fewer
     for (std::uint32_t i = up_to(3); i > 0; --i)
       model.mamba_blocks.push_back(static_cast<std::uint32_t>(choose(16, 20)));
